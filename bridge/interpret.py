@@ -1,0 +1,80 @@
+"""The interpreter: runs a launch on numpy arrays in Triton's interpreter, without a GPU and without a framework.
+
+numpy has no bfloat16 of its own. Here an array of any dtype is its bits: a numpy array of float16, float32, float64,
+or of uint16 for bfloat16.
+"""
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from bridge.plan import Launch
+from bridge.signature import Array
+
+STORAGE = {"float16": np.float16, "bfloat16": np.uint16, "float32": np.float32, "float64": np.float64}
+
+_lock = threading.Lock()  # Triton's interpreter keeps the running program's index in a global
+
+
+def empty(array: Array) -> np.ndarray:
+    return np.empty(array.shape, STORAGE[array.dtype])
+
+
+def execute(launch: Launch, inputs: Sequence[tuple[np.ndarray, str] | None]) -> list[np.ndarray]:
+    """Run one launch. Inputs are pairs of bits and dtype; the outputs are bits, of the dtypes that the launch names."""
+    outputs = [empty(array) for array in launch.outputs.values()]
+    if launch.grid:
+        absent = (np.zeros(1, STORAGE[launch.wide]), launch.wide)
+        pointers = [_Pointer(np.ascontiguousarray(bits), dtype) for bits, dtype in (i or absent for i in inputs)]
+        results = [_Pointer(bits, array.dtype) for bits, array in zip(outputs, launch.outputs.values(), strict=True)]
+        with _lock:
+            launch.kernel[(launch.grid,)](*pointers, *launch.scalars, *results, **launch.constants)
+    return outputs
+
+
+class _Pointer:
+    """A numpy array as the little of a tensor that Triton's interpreter asks for."""
+
+    def __init__(self, bits: np.ndarray, dtype: str):
+        self.bits, self.dtype, self.shape = bits, dtype, bits.shape
+
+    def data_ptr(self):
+        return self.bits.ctypes.data
+
+    def element_size(self):
+        return self.bits.itemsize
+
+    def stride(self):
+        return tuple(s // self.bits.itemsize for s in self.bits.strides)
+
+    def size(self):
+        return self.shape
+
+    def numel(self):
+        return self.bits.size
+
+    def storage_offset(self):
+        return 0
+
+    # The interpreter copies from device to host and back; here both are this array.
+    device = "cpu"
+
+    def untyped_storage(self):
+        return self
+
+    def cpu(self):
+        return self
+
+    def new_empty(self, *_, **__):
+        return self
+
+    def set_(self, *_, **__):
+        return self
+
+    def copy_(self, *_, **__):
+        return self
+
+    @property
+    def data(self):
+        return self

@@ -1,0 +1,6 @@
+"""The ops that ship, by name."""
+
+from bridge.op import Op
+from bridge.ops.selective_scan.op import selective_scan
+
+ops: dict[str, Op] = {op.name: op for op in (selective_scan,)}

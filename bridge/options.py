@@ -1,0 +1,66 @@
+"""The options of an op: keyword arguments that are plain values, fixed when a call is compiled."""
+
+import math
+import numbers
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Flag:
+    default: bool = False
+
+    def check(self, where: str, value: Any) -> bool:
+        if not isinstance(value, bool):
+            raise TypeError(f"{where} must be True or False, got {value!r}")
+        return value
+
+
+@dataclass(frozen=True)
+class Integer:
+    default: int | None
+    minimum: int = 0
+
+    def check(self, where: str, value: Any) -> int | None:
+        if value is None and self.default is None:
+            return None
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            number = operator.index(value)
+        except TypeError:
+            raise TypeError(f"{where} must be an integer, got {value!r}") from None
+        if number < self.minimum:
+            raise ValueError(f"{where} must be at least {self.minimum}, got {number}")
+        return number
+
+
+@dataclass(frozen=True)
+class Real:
+    default: float
+    minimum: float = 0.0
+
+    def check(self, where: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(f"{where} must be a real number, got {value!r}")
+        number = float(value)
+        if not (math.isfinite(number) and number >= self.minimum):
+            raise ValueError(f"{where} must be finite and at least {self.minimum}, got {value!r}")
+        return number
+
+
+@dataclass(frozen=True)
+class Choice:
+    default: str
+    choices: tuple[str, ...]
+
+    def check(self, where: str, value: Any) -> str:
+        if not isinstance(value, str):
+            raise TypeError(f"{where} must be one of {', '.join(map(repr, self.choices))}, got {value!r}")
+        if value not in self.choices:
+            raise ValueError(f"{where} must be one of {', '.join(map(repr, self.choices))}, got {value!r}")
+        return value
+
+
+Option = Flag | Integer | Real | Choice

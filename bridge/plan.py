@@ -1,0 +1,58 @@
+"""Launches as data. A plan says which kernels run, on what, in which order; a frontend only carries it out."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bridge.signature import Array
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel. Its parameters stand in the order inputs, scalars, outputs, constants.
+
+    An input that isn't there (an optional argument, say) is handed over as an empty array of dtype `wide`; a constant
+    tells the kernel not to read it.
+    """
+
+    kernel: Any
+    grid: int
+    inputs: tuple[str, ...]
+    scalars: tuple[int | float, ...]
+    outputs: Mapping[str, Array]
+    constants: Mapping[str, Any]
+    wide: str = "float32"
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The launches of one pass, in order; the arrays that it returns, and those that it saves for the backward pass."""
+
+    launches: tuple[Launch, ...]
+    outputs: tuple[str, ...]
+    saved: tuple[str, ...] = ()
+    arrays: Mapping[str, Array] = field(init=False)
+
+    def __post_init__(self):
+        arrays: dict[str, Array] = {}
+        for launch in self.launches:
+            twice = arrays.keys() & launch.outputs.keys()
+            if twice:
+                raise ValueError(f"two launches write {sorted(twice)}")
+            arrays.update(launch.outputs)
+        object.__setattr__(self, "arrays", arrays)
+
+    @property
+    def results(self) -> dict[str, Array]:
+        """The arrays that leave the pass: outputs, then saved."""
+        return {name: self.arrays[name] for name in (*self.outputs, *self.saved)}
+
+    def run(self, arrays: Mapping[str, Any], execute: Callable[[Launch, list[Any]], Sequence[Any]]) -> list[Any]:
+        """Carry the plan out. `execute` runs one launch on its inputs (None for one that isn't there)."""
+        known = dict(arrays)
+        for launch in self.launches:
+            made = execute(launch, [known.get(name) for name in launch.inputs])
+            known.update(zip(launch.outputs, made, strict=True))
+        return [known[name] for name in self.results]
