@@ -1,6 +1,5 @@
 """An op: one declaration, from which each frontend makes a differentiable function."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -10,7 +9,7 @@ from bridge.backends import BACKENDS
 from bridge.case import Case
 from bridge.options import Flag, Option
 from bridge.plan import Plan
-from bridge.signature import Array, Given, Output, Signature, Sizes
+from bridge.signature import Array, Given, Input, Signature, Sizes
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Call:
 
     @cached_property
     def sizes(self) -> Sizes:
-        return self.signature.check("", {k: a and Given(a.shape, a.dtype, "") for k, a in self.given.items()})
+        return self.signature.sizes("", self.given)
 
     @cached_property
     def dtypes(self) -> dict[str, str]:
@@ -50,23 +49,31 @@ class Call:
 class Op:
     """A named differentiable function of arrays.
 
-    forward(call, save) gives the plan of the forward pass: it returns the outputs in the signature's order and, where
-    `save` asks for it, saves arrays for the backward one. backward(call, needs) gives the plan of the gradients named in `needs` (inputs, in
-    the signature's order); it may use the inputs, the saved arrays, and the gradient of output y under the name dy; it
-    returns the gradient of input x under the name dx. Without a `backward`, gradients go through the reference.
+    forward(call, save) gives the plan of the forward pass: it returns the outputs in the signature's order, then, where
+    `save` asks for it, what is saved for the backward pass. saves(options) names what that is: outputs and further
+    arrays; saved(call) gives the further ones, in order, each with the batch first. backward(call, needs) gives the
+    plan of the gradients named in `needs` (inputs, in the signature's order); it may use the inputs, what was saved,
+    and the gradient of output y under the name dy; it returns the gradient of input x under the name dx. Without a
+    `backward`, gradients go through the reference.
 
     reference(xp, scan, *inputs, **options) is the loop that defines the op; it returns a tuple of the outputs. `xp` has
-    exp, sum, where, ... as in the array API standard; `scan(step, carry, xs)` runs step(carry, now) -> (carry, out)
-    over the second axis of each of `xs` and stacks the outs along their second axis.
+    exp, sum, where, ... as in the array API standard, besides zeros(shape, like) and stop_gradient(x);
+    scan(step, carry, xs) runs step(carry, now) -> (carry, out) over the second axis of each of `xs` and stacks the outs
+    along their second axis.
 
     reference_backward(xp, scan, inputs, cotangents, **options) is for an op whose gradient is not the derivative of its
-    loop: it returns the gradients, or None where the derivative of the loop is meant after all.
+    loop: it returns the gradients of the inputs, or None where the derivative of the loop is meant after all.
+
+    `limits` holds the sizes that a dimension can have, where not all are allowed. `batch` names the dimension over
+    which nothing but inputs without it is shared: vmap folds the mapped axis into it.
     """
 
     name: str
     signature: Signature
     reference: Callable[..., tuple]
     forward: Callable[[Call, bool], Plan]
+    saves: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda options: ()
+    saved: Callable[[Call], Mapping[str, Array]] = lambda call: {}
     backward: Callable[[Call, tuple[str, ...]], Plan] | None = None
     reference_backward: Callable[..., tuple | None] | None = None
     options: Mapping[str, Option] = field(default_factory=dict)
@@ -75,46 +82,67 @@ class Op:
     cases: tuple[Case, ...] = ()
     doc: str = ""
 
-    @cached_property
-    def settings(self) -> dict[str, Option]:
-        """The options, and a flag for each optional output."""
+    # The options, then a flag for each optional output; the names of the outputs.
+    settings: Mapping[str, Option] = field(init=False)
+    output_names: tuple[str, ...] = field(init=False)
+
+    def __post_init__(self):
         flags = {f"return_{o.name}": Flag() for o in self.signature.outputs if o.optional}
-        return {**self.options, **flags}
+        object.__setattr__(self, "settings", {**self.options, **flags})
+        object.__setattr__(self, "output_names", tuple(o.name for o in self.signature.outputs))
 
-    @cached_property
-    def python_signature(self) -> inspect.Signature:
-        """Inputs in order, then options by keyword, then `backend`."""
-        parameter, empty = inspect.Parameter, inspect.Parameter.empty
-        inputs = [parameter(i.name, parameter.POSITIONAL_OR_KEYWORD, default=None if i.optional else empty) for i in self.signature.inputs]
-        options = [parameter(name, parameter.KEYWORD_ONLY, default=o.default) for name, o in self.settings.items()]
-        return inspect.Signature([*inputs, *options, parameter("backend", parameter.KEYWORD_ONLY, default=None)])
+    def function(self, call: Callable[[tuple, tuple, str | None], Any]) -> Callable[..., Any]:
+        """A Python function with this op's name, arguments and docstring, which hands them on to `call`.
 
-    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any], str | None]:
-        """The inputs, the options and the backend of a Python call. Raises TypeError or ValueError for bad options."""
-        try:
-            bound = self.python_signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{self.name}: {error}") from None
-        bound.apply_defaults()
-        values = bound.arguments
-        inputs = [values[i.name] for i in self.signature.inputs]
-        options = {name: option.check(f"{self.name}: {name}", values[name]) for name, option in self.settings.items()}
-        backend = values["backend"]
+        Its source is written out, as dataclasses does for __init__: a wrapper with *args would cost every call the
+        work of binding them, and torch.compile could not look into it.
+        """
+        inputs = ", ".join(i.name + ("=None" if i.optional else "") for i in self.signature.inputs)
+        values = ", ".join(i.name for i in self.signature.inputs)
+        options = "".join(f"{name}={option.default!r}, " for name, option in self.settings.items())
+        chosen = "".join(f"{name}, " for name in self.settings)
+        source = f"def {self.name}({inputs}, *, {options}backend=None):\n    return call(({values},), ({chosen}), backend)\n"
+        scope: dict[str, Any] = {"call": call}
+        exec(source, scope)
+        function = scope[self.name]
+        function.__doc__ = self.doc
+        return function
+
+    def check_options(self, values: Sequence[Any], backend: str | None) -> tuple:
+        """The options as plain values. Raises TypeError or ValueError for a bad one, and for an unknown backend."""
         if backend is not None and backend not in BACKENDS:
             raise ValueError(f"{self.name}: backend must be None or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
-        return inputs, options, backend
+        return tuple(option.check(f"{self.name}: {name}", value) for (name, option), value in zip(self.settings.items(), values, strict=True))
 
-    def check(self, arrays: Sequence[Given | None]) -> None:
-        """Raise what is wrong with the arrays of a call."""
+    def call(self, arrays: Sequence[Given | None], options: Sequence[Any]) -> Call:
+        """A call, checked. `options` are the values of `self.options`, in order. Raises what is wrong with the arrays."""
         self.signature.check(self.name, dict(zip((i.name for i in self.signature.inputs), arrays, strict=True)), self.limits)
+        plain = tuple(a and Array(a.shape, a.dtype) for a in arrays)
+        return Call(self.signature, plain, tuple(zip(self.options, options, strict=True)))
 
-    def call(self, arrays: Sequence[Array | None], options: Mapping[str, Any]) -> Call:
-        plain = tuple(a and Array(tuple(a.shape), a.dtype) for a in arrays)
-        return Call(self.signature, plain, tuple((name, options[name]) for name in self.options))
+    def returned(self, outputs: Sequence[Any], settings: Sequence[Any]) -> Any:
+        """What a call hands to its caller: the outputs that it asked for, bare where it is one."""
+        chosen = dict(zip(self.settings, settings, strict=True))
+        wanted = [value for name, value in zip(self.output_names, outputs, strict=False) if chosen.get(f"return_{name}", True)]
+        return wanted[0] if len(wanted) == 1 else tuple(wanted)
 
-    def returned(self, options: Mapping[str, Any]) -> list[Output]:
-        """The outputs that a call with these options returns."""
-        return [o for o in self.signature.outputs if options.get(f"return_{o.name}", True)]
+    def results(self, call: Call, save: bool) -> dict[str, Array]:
+        """What the forward pass returns: the outputs, then the further arrays that it saves."""
+        return {**call.outputs, **(self.saved(call) if save else {})}
+
+    def kept(self, results: Sequence[Any], options: Sequence[Any]) -> list[Any]:
+        """What the backward pass wants of the forward one's results."""
+        wanted, further = self._saves(options)
+        names = [*self.output_names, *further]
+        return [results[names.index(name)] for name in wanted]
+
+    def further(self, options: Sequence[Any]) -> int:
+        """How many arrays the forward pass saves that are no outputs."""
+        return len(self._saves(options)[1])
+
+    def _saves(self, options: Sequence[Any]) -> tuple[tuple[str, ...], list[str]]:
+        wanted = self.saves(dict(zip(self.options, options, strict=True)))
+        return wanted, [name for name in wanted if name not in self.output_names]
 
     def forward_plan(self, call: Call, save: bool) -> Plan:
         return _forward_plan(self, call, save)
@@ -132,3 +160,5 @@ def _forward_plan(op: Op, call: Call, save: bool) -> Plan:
 def _backward_plan(op: Op, call: Call, needs: tuple[str, ...]) -> Plan:
     assert op.backward is not None
     return op.backward(call, needs)
+
+

@@ -28,11 +28,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class Plan:
-    """The launches of one pass, in order; the arrays that it returns, and those that it saves for the backward pass."""
+    """The launches of one pass, in order, and the names of the arrays that it returns."""
 
     launches: tuple[Launch, ...]
     outputs: tuple[str, ...]
-    saved: tuple[str, ...] = ()
     arrays: Mapping[str, Array] = field(init=False)
 
     def __post_init__(self):
@@ -44,15 +43,10 @@ class Plan:
             arrays.update(launch.outputs)
         object.__setattr__(self, "arrays", arrays)
 
-    @property
-    def results(self) -> dict[str, Array]:
-        """The arrays that leave the pass: outputs, then saved."""
-        return {name: self.arrays[name] for name in (*self.outputs, *self.saved)}
-
     def run(self, arrays: Mapping[str, Any], execute: Callable[[Launch, list[Any]], Sequence[Any]]) -> list[Any]:
         """Carry the plan out. `execute` runs one launch on its inputs (None for one that isn't there)."""
         known = dict(arrays)
         for launch in self.launches:
             made = execute(launch, [known.get(name) for name in launch.inputs])
             known.update(zip(launch.outputs, made, strict=True))
-        return [known[name] for name in self.results]
+        return [known[name] for name in self.outputs]

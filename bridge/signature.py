@@ -105,11 +105,15 @@ class Signature:
                 raise TypeError(f"{function}: {argument.name} must have one of the dtypes {', '.join(FLOATS)}, got {array.dtype}")
         _agree(function, present, "float64 can't be mixed with other dtypes", lambda a: a.dtype == "float64", lambda a: a.dtype, TypeError)
         _agree(function, present, "all arrays must be on one device", lambda a: a.device, lambda a: f"on {a.device}", ValueError)
-        return self._sizes(function, present, limits or {})
+        return self.sizes(function, given, limits)
 
-    def _sizes(self, function: str, present: Sequence[tuple[Input, Given]], limits: Mapping[str, range]) -> Sizes:
-        sizes, setter = Sizes(), dict[str, str]()
-        for argument, array in present:
+    def sizes(self, function: str, given: Mapping[str, Array | None], limits: Mapping[str, range] | None = None) -> Sizes:
+        """The size of every dimension, from shapes alone. Raises ValueError where they don't fit."""
+        sizes, setter, limits = Sizes(), dict[str, str](), limits or {}
+        for argument in self.inputs:
+            array = given.get(argument.name)
+            if array is None:
+                continue
             shape, dims = list(array.shape), list(argument.dims)
             want = f"{function}: {argument.name} must have shape {spell(dims)}"
             if dims[:1] == [ELLIPSIS]:

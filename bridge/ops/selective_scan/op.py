@@ -124,9 +124,15 @@ def size_of(array: Array) -> int:
     return size
 
 
+def saved(call: Call) -> dict[str, Array]:
+    """The state before every segment of time."""
+    k = Passes(call).layout
+    return {"states": Passes(call).array(k.b, cdiv(k.t, k.segment), k.n, k.d)}
+
+
 def forward(call: Call, save: bool) -> Plan:
     passes, k = Passes(call), Passes(call).layout
-    b, t, d, n = k.b, k.t, k.d, k.n
+    b, d, n, t = k.b, k.d, k.n, k.t
     launches = []
     if k.chunks > 1:
         launches += [
@@ -140,15 +146,15 @@ def forward(call: Call, save: bool) -> Plan:
                 {"starts": passes.array(b, k.chunks - 1, n, d)}, ("HAS_INITIAL",),
             ),
         ]  # fmt: skip
-    states = passes.array(b, cdiv(t, k.segment), n, d) if save else passes.array(1)
+    states = saved(call) if save else {"states": passes.array(1)}
     launches.append(
         passes.launch(
             kernels.scan, k.chunks, ("x", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state", "starts"), (t, k.chunks, k.span),
-            {**call.outputs, "states": states},
+            {**call.outputs, **states},
             ("SOFTPLUS", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL"), TILE=TILE, SEGMENT=k.segment if save else 0,
         )
     )  # fmt: skip
-    return Plan(tuple(launches), tuple(call.outputs), ("states",) if save else ())
+    return Plan(tuple(launches), tuple(selective_scan.results(call, save)))
 
 
 def backward(call: Call, needs: tuple[str, ...]) -> Plan:
@@ -206,6 +212,8 @@ selective_scan = Op(
     options={"delta_softplus": Flag()},
     reference=reference,
     forward=forward,
+    saves=lambda options: ("states",),
+    saved=saved,
     backward=backward,
     batch="b",
     cases=CASES,

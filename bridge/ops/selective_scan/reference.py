@@ -13,7 +13,7 @@ def selective_scan(xp, scan, x, delta, A, B, C, D=None, z=None, delta_bias=None,
 
     h = initial_state
     if h is None:
-        h = xp.zeros((x.shape[0], *A.shape), dtype=x.dtype, device=x.device)
+        h = xp.zeros((x.shape[0], *A.shape), like=x)
     h, y = scan(step, h, (x, dt, B, C))
     if D is not None:
         y = y + D * x

@@ -1,0 +1,141 @@
+"""sinkhorn: makes positive matrices doubly stochastic, many small ones at a time. mhc_bwd: its gradient from its result.
+
+    order "col_row"    R = exp(logits); iters times: R = R / (column sums + eps), then R = R / (row sums + eps)
+    order "row_col"    R = softmax of each row + eps, R = R / (column sums + eps);
+                       iters - 1 times: R = R / (row sums + eps), then R = R / (column sums + eps)
+
+Column sums run over dimension -2, row sums over -1. With iters = 0 nothing is divided: R = exp(logits), or the softmax
+plus eps. Large logits don't overflow.
+
+gradient "unrolled" is the derivative of the loop that ran. gradient "implicit" is that of the fixed point that it
+approaches: with G the gradient of R, r and c its row and column sums, it solves
+
+    [diag(r)  R     ] [u]   [(R * G) 1  ]
+    [R^T      diag(c)] [v] = [(R * G)^T 1]        dlogits = R * (G - u 1^T - 1 v^T)
+
+mhc_bwd(out, dout) is this dlogits for R = out and G = dout, to working precision, or after `cg_iters` steps of conjugate
+gradients. It is linear in dout at every scale.
+
+(Sinkhorn and Knopp, 1967; Xie et al., "mHC: Manifold-Constrained Hyper-Connections", 2025.)
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bridge.op import Call, Op
+from bridge.options import Choice, Integer, Real
+from bridge.ops.sinkhorn import kernels, reference
+from bridge.ops.sinkhorn.cases import CASES, MHC_BWD_CASES
+from bridge.plan import Launch, Plan
+from bridge.signature import Array, Signature
+
+LIMITS = {"n": range(1, 65)}
+TILE = 512  # elements of a program's matrices, 16 a lane; a larger matrix is a program of its own
+LANE = 32  # elements a lane at most: P, D and what is made from them fit the registers
+SEGMENT = 8  # iterations whose u and v fit the registers; 64^8 is far from overflow
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a call is cut into programs. It depends on sizes alone, so that results repeat bit for bit."""
+
+    count: int
+    n: int
+
+    @classmethod
+    def of(cls, call: Call) -> "Layout":
+        return cls(math.prod(call.sizes.leading), call.sizes["n"])
+
+    @property
+    def side(self) -> int:
+        """The smallest power of two that is at least n."""
+        return 1 << (self.n - 1).bit_length()
+
+    @property
+    def matrices(self) -> int:
+        return max(TILE // self.side**2, 1)
+
+    @property
+    def num_warps(self) -> int:
+        """One where it can be: warps that share a matrix add up through shared memory."""
+        return max(self.matrices * self.side**2 // (32 * LANE), 1)
+
+    def launch(self, kernel, inputs: tuple[str, ...], scalar: int, outputs: dict[str, Array], **constants) -> Launch:
+        constants = dict(SIZE=self.n, S=self.matrices, N=self.side, **constants)
+        return Launch(kernel, cdiv(self.count, self.matrices), inputs, (self.count, scalar), outputs, constants, num_warps=self.num_warps)
+
+
+def segment(iters: int) -> int:
+    """Iterations in a segment: as few segments as there can be, of nearly the same length."""
+    return cdiv(iters, cdiv(iters, SEGMENT)) if iters else 1
+
+
+def loop(call: Call) -> dict:
+    """The constants that describe the loop."""
+    iters, eps = call.options["iters"], call.options["eps"]
+    return dict(
+        H=segment(iters), ROW_COL=call.options["order"] == "row_col",
+        EPS=eps, LOG2_EPS=math.log2(eps) if eps else 0.0, ITERATES=iters > 0,
+    )  # fmt: skip
+
+
+def saves(options: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("R",) if options["gradient"] == "implicit" else ()
+
+
+def forward(call: Call, save: bool) -> Plan:
+    launch = Layout.of(call).launch(kernels.forward, ("logits",), call.options["iters"], call.outputs, **loop(call))
+    return Plan((launch,), ("R",))
+
+
+def backward(call: Call, needs: tuple[str, ...]) -> Plan:
+    layout, iters, outputs = Layout.of(call), call.options["iters"], {"dlogits": call.given["logits"]}
+    if call.options["gradient"] == "unrolled":
+        launch = layout.launch(kernels.unrolled, ("logits", "dR"), iters, outputs, **loop(call))
+    else:
+        exact = call.dtypes["logits"] in ("float32", "float64")  # a 16-bit R was rounded, and is better made again
+        launch = layout.launch(kernels.implicit, ("logits", "R", "dR"), iters, outputs, **loop(call), SAVED=exact)
+    return Plan((launch,), ("dlogits",))
+
+
+def mhc_bwd_forward(call: Call, save: bool) -> Plan:
+    steps = call.options["cg_iters"]
+    launch = Layout.of(call).launch(kernels.mhc_bwd, ("out", "dout"), steps or 0, call.outputs, DIRECT=steps is None)
+    return Plan((launch,), ("dM",))
+
+
+sinkhorn = Op(
+    name="sinkhorn",
+    signature=Signature.parse("logits: ... n n -> R: ... n n like logits"),
+    options={
+        "iters": Integer(20),
+        "eps": Real(0.0),
+        "order": Choice("col_row", ("col_row", "row_col")),
+        "gradient": Choice("unrolled", ("unrolled", "implicit")),
+    },
+    limits=LIMITS,
+    reference=reference.sinkhorn,
+    reference_backward=reference.sinkhorn_backward,
+    forward=forward,
+    saves=saves,
+    backward=backward,
+    cases=CASES,
+    doc=__doc__ or "",
+)
+
+mhc_bwd = Op(
+    name="mhc_bwd",
+    signature=Signature.parse("out: ... n n, dout: ... n n -> dM: ... n n like out"),
+    options={"cg_iters": Integer(None)},
+    limits=LIMITS,
+    reference=reference.mhc_bwd,
+    forward=mhc_bwd_forward,
+    cases=MHC_BWD_CASES,
+    doc=__doc__ or "",
+)

@@ -1,0 +1,211 @@
+"""Op -> a differentiable JAX function.
+
+Each pass becomes a primitive with an abstract evaluation, a lowering for each platform and a batching rule. Over them
+stand two custom_vjp functions, outermost as JAX wants it: the backward pass is one of its own, so that it can be
+differentiated again, through the reference.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src import dispatch
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jax.sharding import PartitionSpec
+
+from bridge.backends import choose
+from bridge.op import Call, Op
+from bridge.signature import Array, Given
+from bridge.vmap import position, rule
+from jax_ops import loops
+from jax_ops.launch import run_compiled, run_interpreted
+
+_bound: dict[str, tuple[Op, Callable[..., Any]]] = {}
+
+
+def bind(op: Op) -> Callable[..., Any]:
+    """A differentiable JAX function of `op`: the op's inputs in order, its options by keyword, and `backend`.
+
+    Binding an op again gives the same function. Raises ValueError for another op of the same name.
+    """
+    if op.name not in _bound:
+        _bound[op.name] = op, _bind(op)
+    known, function = _bound[op.name]
+    if known is not op:
+        raise ValueError(f"another op named {op.name!r} is bound already")
+    return function
+
+
+def _bind(op: Op) -> Callable[..., Any]:
+    run_forward, run_backward = _forward(op), _backward(op)
+
+    @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+    def apply(options, backend, save, *inputs):
+        results = run_forward(options, backend, save, inputs)
+        return tuple(results[: len(op.output_names)]), op.kept(results, options) if save else []
+
+    def apply_forward(options, backend, save, *inputs):
+        # Itself and not the primitive, so that a second derivative finds a rule here too.
+        outputs, kept = apply(options, backend, True, *inputs)
+        return (outputs, kept if save else []), (inputs, kept)
+
+    def apply_backward(options, backend, save, residuals, cotangents):
+        return gradients(options, backend, *residuals, cotangents[0])
+
+    @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+    def gradients(options, backend, inputs, kept, cotangents):
+        found = iter(run_backward(options, backend, inputs, kept, cotangents))
+        return tuple(None if x is None else next(found) for x in inputs)
+
+    def gradients_forward(options, backend, inputs, kept, cotangents):
+        return gradients(options, backend, inputs, kept, cotangents), (inputs, kept, cotangents)
+
+    def gradients_backward(options, backend, residuals, seconds):
+        inputs, kept, cotangents = residuals
+        _, pull = jax.vjp(lambda inputs, cotangents: loops.gradients(op, inputs, options, cotangents), inputs, cotangents)
+        of_inputs, of_cotangents = pull(seconds)
+        return of_inputs, [jnp.zeros_like(k) for k in kept], of_cotangents
+
+    apply.defvjp(apply_forward, apply_backward)
+    gradients.defvjp(gradients_forward, gradients_backward)
+
+    def call(arrays: tuple, values: tuple, backend: str | None):
+        values = op.check_options(values, backend)
+        for argument, value in zip(op.signature.inputs, arrays, strict=True):
+            if not (isinstance(value, (jax.Array, np.ndarray)) or (value is None and argument.optional)):
+                raise TypeError(f"{op.name}: {argument.name} must be a jax.Array, got {type(value).__name__}")
+        inputs = [None if x is None else jnp.asarray(x) for x in arrays]
+        options = values[: len(op.options)]
+        _call(op, inputs, options)
+        return op.returned(apply(options, backend, False, *_equally_varying(inputs))[0], values)
+
+    return op.function(call)
+
+
+def _forward(op: Op):
+    """(options, backend, save, inputs) -> results, as one primitive."""
+
+    def implementation(gpu, *arrays, present, options, backend, save):
+        inputs = _spread(arrays, present)
+        call = _call(op, inputs, options)
+        chosen, _ = choose(op.name, backend, gpu)
+        if chosen != "reference":
+            return _run(op.forward_plan(call, save), chosen, dict(zip(call.given, inputs, strict=True)))
+        # Only kernels need what is saved; in a compiled program what nobody reads is not there.
+        further = list(op.results(call, save).values())[len(op.output_names) :]
+        return [*loops.run(op, inputs, options), *(loops.xp.zeros(a.shape, jnp.zeros((), a.dtype)) for a in further)]
+
+    def abstract(*avals, present, options, backend, save):
+        return list(op.results(_call(op, _spread(avals, present), options), save).values())
+
+    def positions(present, options, backend, save):
+        inside = [position(op.batch, i.dims) for i, there in zip(op.signature.inputs, present, strict=True) if there]
+        further = [0] * op.further(options) if save else []
+        return inside, [position(op.batch, o.dims) for o in op.signature.outputs] + further
+
+    primitive = _primitive(f"{op.name}_forward", op.batch, implementation, abstract, positions)
+
+    def run(options, backend, save, inputs):
+        present = tuple(x is not None for x in inputs)
+        return primitive.bind(*(x for x in inputs if x is not None), present=present, options=options, backend=backend, save=save)
+
+    return run
+
+
+def _backward(op: Op):
+    """(options, backend, inputs, kept, cotangents) -> the gradients of the inputs that are there, as one primitive."""
+
+    def split(arrays, present, outputs=len(op.output_names)):
+        n = sum(present)
+        return _spread(arrays[:n], present), arrays[n : len(arrays) - outputs], arrays[len(arrays) - outputs :]
+
+    def implementation(gpu, *arrays, present, options, backend):
+        inputs, kept, cotangents = split(arrays, present)
+        call = _call(op, inputs, options)
+        chosen, _ = choose(op.name, backend, gpu)
+        if chosen == "reference" or op.backward is None:
+            return [g for g in loops.gradients(op, inputs, options, cotangents) if g is not None]
+        known = dict(zip(call.given, inputs, strict=True))
+        known |= zip(op.saves(call.options), kept, strict=True)
+        known |= zip((f"d{name}" for name in op.output_names), cotangents, strict=True)
+        needs = tuple(name for name, there in zip(call.given, present, strict=True) if there)
+        return _run(op.backward_plan(call, needs), chosen, known)
+
+    def abstract(*avals, present, options, backend):
+        return [Array(x.shape, x.dtype.name) for x in avals[: sum(present)]]
+
+    def positions(present, options, backend):
+        inside = [position(op.batch, i.dims) for i, there in zip(op.signature.inputs, present, strict=True) if there]
+        kept = [0] * len(op.saves(dict(zip(op.options, options, strict=True))))
+        return [*inside, *kept, *(position(op.batch, o.dims) for o in op.signature.outputs)], inside
+
+    primitive = _primitive(f"{op.name}_backward", op.batch, implementation, abstract, positions)
+
+    def run(options, backend, inputs, kept, cotangents):
+        present = tuple(x is not None for x in inputs)
+        arrays = (*(x for x in inputs if x is not None), *kept, *cotangents)
+        return primitive.bind(*arrays, present=present, options=options, backend=backend)
+
+    return run
+
+
+def _primitive(name: str, batch: str | None, implementation: Callable, abstract: Callable, positions: Callable) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(partial(dispatch.apply_primitive, primitive))
+
+    def shaped(*avals, **params):
+        # What varies over a manual mesh axis in the inputs does so in the outputs.
+        first = avals[0]
+        return [
+            first.update(shape=a.shape, dtype=jnp.dtype(a.dtype), weak_type=False, sharding=first.sharding.update(spec=PartitionSpec(*[None] * len(a.shape))))
+            for a in abstract(*avals, **params)
+        ]  # fmt: skip
+
+    def batched(arrays, axes, **params):
+        def apply(*arrays):
+            return primitive.bind(*arrays, **params)
+
+        size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
+        return rule(jnp, _each, batch, apply, size, axes, arrays, *positions(**params))
+
+    primitive.def_abstract_eval(shaped)
+    batching.primitive_batchers[primitive] = batched
+    for platform, gpu in ((None, False), ("cuda", True), ("rocm", True)):
+        mlir.register_lowering(primitive, mlir.lower_fun(partial(implementation, gpu), multiple_results=True), platform=platform)
+    return primitive
+
+
+def _run(plan, backend: str, arrays) -> list[jax.Array]:
+    return run_interpreted(plan, arrays) if backend == "interpret" else run_compiled(plan, arrays)
+
+
+def _call(op: Op, inputs, options) -> Call:
+    return op.call([x if x is None else Given(x.shape, x.dtype.name, "") for x in inputs], options)
+
+
+def _spread(arrays, present) -> list:
+    """Arrays at their places among all inputs, None where there is none."""
+    rest = iter(arrays)
+    return [next(rest) if there else None for there in present]
+
+
+def _each(function, slices):
+    return jax.lax.map(lambda current: function(*current), tuple(slices))
+
+
+def _equally_varying(inputs):
+    """Inside shard_map: inputs that don't vary over a mesh axis that another varies over are made to, so that what flows
+    back to them is summed over it."""
+    present = [x for x in inputs if x is not None]
+    axes = frozenset().union(*(jax.typeof(x).mat.varying for x in present))
+
+    def vary(x):
+        missing = tuple(axes - jax.typeof(x).mat.varying)
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return [x if x is None else vary(x) for x in inputs]

@@ -1,0 +1,90 @@
+"""Plans carried out in JAX: compiled, through jax-triton; or interpreted, through a callback.
+
+Two generations of jax-triton are in use; this file hides the difference. Both take a kernel's arguments in the order
+inputs, scalars, outputs, and both read the shapes of the outputs from an argument, which has another name in each.
+"""
+
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bridge import interpret
+from bridge.plan import Launch, Plan
+
+# The compute capability that kernels are compiled for; None is that of the GPU in the machine.
+TARGET: int | None = None
+
+
+class Size(int):
+    """A scalar that jax-triton doesn't know to be 1: it would bake a 1 in, and so compile another kernel for it."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Size) and int(self) == int(other)
+
+    __hash__ = int.__hash__
+
+
+@cache
+def _triton_call() -> tuple[Callable[..., Any], str]:
+    """jax-triton's entry, and its name for the outputs' shapes.
+
+    Importing it takes the folder for compiled kernels away from Triton (TRITON_CACHE_DIR becomes "" or disappears),
+    with which every later launch from PyTorch would fail: it is put back.
+    """
+    folder = os.environ.get("TRITON_CACHE_DIR")
+    try:
+        import jax_triton
+    except ImportError as error:
+        raise ImportError(f"JAX runs kernels on a GPU through jax-triton: pip install 'kernel-bridge[cuda]' ({error})") from error
+    finally:
+        os.environ.pop("TRITON_CACHE_DIR", None)
+        if folder:
+            os.environ["TRITON_CACHE_DIR"] = folder
+    generation = tuple(int(part) for part in jax_triton.__version__.split(".")[:2])
+    return jax_triton.triton_call, "out_type" if generation >= (0, 4) else "out_shape"
+
+
+def run_compiled(plan: Plan, arrays: dict[str, jax.Array | None]) -> list[jax.Array]:
+    """Carry a plan out on a GPU, within a traced function."""
+    triton_call, shapes = _triton_call()
+
+    def execute(launch: Launch, inputs: list[jax.Array | None]) -> list[jax.Array]:
+        outputs = list(launch.outputs.values())
+        if not launch.grid:
+            return [jnp.zeros(a.shape, a.dtype) for a in outputs]
+        absent = jnp.zeros(1, launch.wide)
+        pointers = [absent if x is None or not x.size else x for x in inputs]
+        scalars = [Size(s) if isinstance(s, int) else s for s in launch.scalars]
+        types = [jax.ShapeDtypeStruct(a.shape if np.prod(a.shape) else (1,), a.dtype) for a in outputs]
+        made = triton_call(
+            *pointers, *scalars, kernel=launch.kernel, grid=(launch.grid,), num_warps=launch.num_warps,
+            num_stages=launch.num_stages, compute_capability=TARGET, **{shapes: types}, **launch.constants,
+        )  # fmt: skip
+        return [m.reshape(a.shape) if np.prod(a.shape) else jnp.zeros(a.shape, a.dtype) for m, a in zip(made, outputs, strict=True)]
+
+    return plan.run(arrays, execute)
+
+
+def run_interpreted(plan: Plan, arrays: dict[str, jax.Array | None]) -> list[jax.Array]:
+    """Carry a plan out on the CPU in Triton's interpreter, within a traced function. The callback touches numpy only."""
+    present = {name: x for name, x in arrays.items() if x is not None}
+    results = [plan.arrays[name] for name in plan.outputs]
+
+    def execute(launch: Launch, inputs: list[np.ndarray | None]) -> list[np.ndarray]:
+        bits = interpret.execute(launch, [None if x is None else (_bits(x), x.dtype.name) for x in inputs])
+        return [b.view(jnp.dtype(a.dtype)) for b, a in zip(bits, launch.outputs.values(), strict=True)]
+
+    def host(*values):
+        return plan.run(dict(zip(present, map(np.asarray, values), strict=True)), execute)
+
+    types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in results]
+    return jax.pure_callback(host, types, *present.values())
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    return x.view(np.uint16) if x.dtype.name == "bfloat16" else x

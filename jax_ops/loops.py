@@ -1,0 +1,64 @@
+"""The references as JAX runs them: the array namespace and the scan that they are written in."""
+
+import math
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+
+from bridge.dtypes import wide
+from bridge.op import Op
+
+
+def varying_like(x: jax.Array, like: jax.Array) -> jax.Array:
+    """x, marked as varying over the mesh axes that `like` varies over inside shard_map."""
+    axes = tuple(jax.typeof(like).mat.varying - jax.typeof(x).mat.varying)
+    return jax.lax.pcast(x, axes, to="varying") if axes else x
+
+
+xp = SimpleNamespace(
+    **{name: getattr(jnp, name) for name in ("abs", "exp", "log", "logaddexp", "ones_like", "sqrt", "stack", "sum", "where", "zeros_like")},
+    max=jnp.max,
+    zeros=lambda shape, like: varying_like(jnp.zeros(shape, like.dtype), like),
+    stop_gradient=jax.lax.stop_gradient,
+)
+
+
+def scan(step, carry, xs):
+    """Run `step` over the second axis of each of `xs`; memory of a backward pass grows with the square root of its length:
+    stretches of about sqrt(t) steps are checkpointed."""
+    xs = tuple(jnp.moveaxis(x, 1, 0) for x in xs)
+    steps = xs[0].shape[0]
+    stretch = max(math.isqrt(max(steps - 1, 0)) + 1, 1)
+    whole = steps - steps % stretch
+
+    def several(carry, now):
+        return jax.lax.scan(step, carry, now)
+
+    stretches = tuple(x[:whole].reshape(whole // stretch, stretch, *x.shape[1:]) for x in xs)
+    carry, out = jax.lax.scan(jax.checkpoint(several), carry, stretches)
+    carry, last = several(carry, tuple(x[whole:] for x in xs))
+    out = jnp.concatenate([out.reshape(whole, *out.shape[2:]), last])
+    return carry, jnp.moveaxis(out, 0, 1)
+
+
+def run(op: Op, inputs, options) -> tuple[jax.Array, ...]:
+    """The op by its loop. Arithmetic is done in float32 (float64 for float64), results have the op's dtypes."""
+    dtypes = {i.name: x.dtype.name for i, x in zip(op.signature.inputs, inputs, strict=True) if x is not None}
+    outputs = op.reference(xp, scan, *map(widen, inputs), **dict(zip(op.options, options, strict=True)))
+    return tuple(value.astype(o.dtype(dtypes)) for o, value in zip(op.signature.outputs, outputs, strict=True))
+
+
+def gradients(op: Op, inputs, options, cotangents) -> tuple[jax.Array | None, ...]:
+    """The gradients of the inputs, by the loop."""
+    if op.reference_backward is not None:
+        wider = tuple(map(widen, cotangents))
+        found = op.reference_backward(xp, scan, tuple(map(widen, inputs)), wider, **dict(zip(op.options, options, strict=True)))
+        if found is not None:
+            return tuple(None if x is None else g.astype(x.dtype) for g, x in zip(found, inputs, strict=True))
+    _, pull = jax.vjp(lambda *inputs: run(op, inputs, options), *inputs)
+    return pull(tuple(cotangents))
+
+
+def widen(x: jax.Array | None) -> jax.Array | None:
+    return x if x is None else x.astype(wide(x.dtype.name))

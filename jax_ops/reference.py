@@ -1,0 +1,21 @@
+"""The loops that define the ops, as plain JAX functions, differentiated by JAX.
+
+For reading, for checking, and for everything that a loop of ordinary operations can do (forward mode, say). They take
+the arguments of the ops but for `backend`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from bridge import ops
+from bridge.op import Op
+from jax_ops import loops
+
+
+def function(op: Op) -> Callable[..., Any]:
+    """The reference of an op with the op's own arguments and results."""
+    return op.function(lambda arrays, values, backend: op.returned(loops.run(op, arrays, values[: len(op.options)]), values))
+
+
+globals().update({name: function(op) for name, op in ops.items()})
+__all__ = ["function", *ops]

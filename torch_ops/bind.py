@@ -1,0 +1,218 @@
+"""Op -> a differentiable PyTorch function.
+
+Each pass becomes a dispatcher op (torch.ops.kernel_bridge.<name>_forward and _backward), with one implementation for
+tensors on a CPU or a GPU and one for fake tensors. Over them stand two autograd.Functions: the backward pass is one of
+its own, so that vmap and a second derivative find something to hold on to. This form composes with torch.func,
+torch.compile and torch.export; an autograd formula registered with the dispatcher does not.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from bridge.backends import choose
+from bridge.op import Call, Op
+from bridge.options import Choice, Flag, Integer, Real
+from bridge.vmap import position, rule
+from torch_ops import loops
+from torch_ops.tensors import DTYPES, describe, prepared, run_compiled, run_interpreted
+
+_library = torch.library.Library("kernel_bridge", "DEF")
+
+
+class _Binding:
+    """An op with its two passes, and where its arguments stand: inputs, then options and backend, then the rest."""
+
+    def __init__(self, op: Op):
+        self.op, self.function = op, op.function(partial(_call, op.name))
+        self.forward, self.backward = _define(op)
+        self.inputs, self.outputs = len(op.signature.inputs), len(op.signature.outputs)
+        self.rest = self.inputs + len(op.options) + 1
+        self.batches = [position(op.batch, i.dims) for i in op.signature.inputs]
+        self.output_batches = [position(op.batch, o.dims) for o in op.signature.outputs]
+
+
+_bound: dict[str, _Binding] = {}
+
+
+def bind(op: Op) -> Callable[..., Any]:
+    """A differentiable PyTorch function of `op`: the op's inputs in order, its options by keyword, and `backend`.
+
+    Binding an op again gives the same function. Raises ValueError for another op of the same name.
+    """
+    if op.name not in _bound:
+        _bound[op.name] = _Binding(op)
+    if _bound[op.name].op is not op:
+        raise ValueError(f"another op named {op.name!r} is bound already")
+    return _bound[op.name].function
+
+
+def _call(name: str, arrays: tuple, values: tuple, backend: str | None):
+    op = _bound[name].op
+    values = op.check_options(values, backend)
+    for argument, value in zip(op.signature.inputs, arrays, strict=True):
+        if not (isinstance(value, torch.Tensor) or (value is None and argument.optional)):
+            raise TypeError(f"{name}: {argument.name} must be a torch.Tensor, got {type(value).__name__}")
+    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arrays) or _transforming()
+    return op.returned(Forward.apply(name, save, *arrays, *values[: len(op.options)], backend), values)
+
+
+# The functions stand at the top of the module and take the op by name: torch.compile can't look into classes that are
+# made within a function.
+
+
+class Forward(torch.autograd.Function):
+    """(name, save, *inputs, *options, backend) -> (*outputs, *what is saved besides)"""
+
+    @staticmethod
+    def forward(name, save, *args):
+        return tuple(_bound[name].forward(*args, save))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.name, save, *args = inputs
+        bound = _bound[ctx.name]
+        ctx.settings = tuple(args[bound.inputs :])
+        ctx.mark_non_differentiable(*output[bound.outputs :])
+        ctx.save_for_backward(*args[: bound.inputs], *(bound.op.kept(output, ctx.settings[:-1]) if save else ()))
+
+    @staticmethod
+    def backward(ctx, *cotangents):
+        bound, kept = _bound[ctx.name], ctx.saved_tensors
+        n, needs = bound.inputs, ctx.needs_input_grad[2 : 2 + bound.inputs]
+        inputs, saved, cotangents = kept[:n], kept[n:], cotangents[: bound.outputs]
+        if torch.compiler.is_compiling():  # it has no second derivatives, and can't look into one Function from another
+            found = iter(bound.backward(*inputs, *ctx.settings, list(needs), list(saved), list(cotangents)))
+        else:
+            found = iter(Backward.apply(ctx.name, needs, len(saved), *inputs, *ctx.settings, *saved, *cotangents))
+        return None, None, *(next(found) if need else None for need in needs), *(None,) * len(ctx.settings)
+
+    @staticmethod
+    def vmap(info, axes, name, save, *args):
+        bound = _bound[name]
+        n = bound.inputs
+
+        def apply(*tensors):
+            return Forward.apply(name, save, *tensors, *args[n:])
+
+        outside = bound.output_batches + [0] * (bound.op.further(args[n:-1]) if save else 0)
+        made, where = rule(torch, _each, bound.op.batch, apply, info.batch_size, axes[2 : 2 + n], args[:n], bound.batches, outside)
+        return tuple(made), tuple(where)
+
+
+class Backward(torch.autograd.Function):
+    """(name, needs, how many are saved, *inputs, *options, backend, *saved, *cotangents) -> the gradients that are needed"""
+
+    @staticmethod
+    def forward(name, needs, count, *args):
+        bound = _bound[name]
+        tensors = args[bound.rest :]
+        return tuple(bound.backward(*args[: bound.rest], list(needs), list(tensors[:count]), list(tensors[count:])))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.name, ctx.needs, ctx.count, *args = inputs
+        bound = _bound[ctx.name]
+        ctx.options = tuple(args[bound.inputs : bound.rest - 1])
+        ctx.save_for_backward(*args[: bound.inputs], *args[bound.rest + ctx.count :])
+
+    @staticmethod
+    def backward(ctx, *seconds):
+        bound, kept = _bound[ctx.name], ctx.saved_tensors
+        n = bound.inputs
+        found, of_cotangents = loops.second_gradients(bound.op, kept[:n], ctx.options, kept[n:], ctx.needs, seconds)
+        return None, None, None, *found, *(None,) * (bound.rest - n + ctx.count), *of_cotangents
+
+    @staticmethod
+    def vmap(info, axes, name, needs, count, *args):
+        bound = _bound[name]
+        n, rest = bound.inputs, bound.rest
+        tensors, tensor_axes = (*args[:n], *args[rest:]), (*axes[3 : 3 + n], *axes[3 + rest :])
+
+        def apply(*tensors):
+            return Backward.apply(name, needs, count, *tensors[:n], *args[n:rest], *tensors[n:])
+
+        inside = [*bound.batches, *[0] * count, *bound.output_batches]
+        outside = [p for p, need in zip(bound.batches, needs, strict=True) if need]
+        made, where = rule(torch, _each, bound.op.batch, apply, info.batch_size, tensor_axes, tensors, inside, outside)
+        return tuple(made), tuple(where)
+
+
+def _define(op: Op) -> tuple[Callable[..., list[torch.Tensor]], Callable[..., list[torch.Tensor]]]:
+    """The two dispatcher ops."""
+    n, k = len(op.signature.inputs), len(op.options)
+    arrays = ", ".join(f"Tensor{'?' if i.optional else ''} {i.name}" for i in op.signature.inputs)
+    options = "".join(f"{_schema(option)} {name}, " for name, option in op.options.items())
+
+    def split(args: Sequence[Any]) -> tuple[Sequence[Any], Call, str, torch.device]:
+        """Inputs, the checked call, the backend and the device from inputs, options and backend."""
+        given = [describe(x) for x in args[:n]]
+        call = op.call(given, args[n : n + k])
+        device = next(x.device for x in args[:n] if x is not None)
+        return args[:n], call, choose(op.name, args[n + k], device.type == "cuda")[0], device
+
+    def results(call: Call, save: bool, backend: str):
+        """The further arrays are for the kernels; a loop saves nothing, and hands empty ones on."""
+        made = op.results(call, save)
+        return [a.shape if name in call.outputs or backend != "reference" else (0,) for name, a in made.items()], [DTYPES[a.dtype] for a in made.values()]
+
+    def run(plan, backend, arrays, device):
+        return run_interpreted(plan, arrays) if backend == "interpret" else run_compiled(plan, arrays, device)
+
+    def forward(*args):
+        inputs, call, backend, device = split(args[:-1])
+        if backend == "reference":
+            made = loops.run(op, inputs, args[n : n + k])
+            shapes, dtypes = results(call, args[-1], backend)
+            empty = [torch.empty(s, dtype=t, device=device) for s, t in zip(shapes[len(made) :], dtypes[len(made) :], strict=True)]
+            return [*(torch.clone(m) if any(m is x for x in inputs) else m for m in made), *empty]
+        arrays = dict(zip(call.given, map(prepared, inputs), strict=True))
+        return run(op.forward_plan(call, args[-1]), backend, arrays, device)
+
+    def forward_fake(*args):
+        _, call, backend, device = split(args[:-1])
+        return [torch.empty(s, dtype=t, device=device) for s, t in zip(*results(call, args[-1], backend), strict=True)]
+
+    def backward(*args):
+        *args, needs, saved, cotangents = args
+        inputs, call, backend, device = split(args)
+        if backend == "reference" or op.backward is None:
+            return list(loops.gradients(op, inputs, args[n : n + k], cotangents, needs))
+        arrays = dict(zip(call.given, map(prepared, inputs), strict=True))
+        arrays |= zip(op.saves(call.options), saved, strict=True)
+        arrays |= zip((f"d{o.name}" for o in op.signature.outputs), map(prepared, cotangents), strict=True)
+        needed = tuple(name for name, need in zip(call.given, needs, strict=True) if need)
+        return run(op.backward_plan(call, needed), backend, arrays, device)
+
+    def backward_fake(*args):
+        return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x, need in zip(args[:n], args[-3], strict=True) if need]
+
+    return (
+        _op(f"{op.name}_forward", f"({arrays}, {options}str? backend, bool save) -> Tensor[]", forward, forward_fake),
+        _op(f"{op.name}_backward", f"({arrays}, {options}str? backend, bool[] needs, Tensor[] saved, Tensor[] cotangents) -> Tensor[]", backward, backward_fake),
+    )  # fmt: skip
+
+
+def _op(name: str, schema: str, implementation: Callable, fake: Callable) -> Callable[..., list[torch.Tensor]]:
+    _library.define(name + schema)
+    for key in ("CPU", "CUDA"):
+        _library.impl(name, implementation, key)
+    torch.library.register_fake(f"kernel_bridge::{name}", fake, lib=_library)
+    return getattr(torch.ops.kernel_bridge, name).default
+
+
+def _schema(option) -> str:
+    kind = {Flag: "bool", Integer: "int", Real: "float", Choice: "str"}[type(option)]
+    return kind + ("?" if option.default is None else "")
+
+
+def _each(function, slices):
+    made = [function(*current) for current in zip(*(s.unbind(0) for s in slices), strict=True)]
+    return [torch.stack(values) for values in zip(*made, strict=True)]
+
+
+def _transforming() -> bool:
+    """Under a torch.func transform requires_grad speaks of one level only: assume that a gradient will be asked for."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()

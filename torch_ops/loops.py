@@ -1,0 +1,98 @@
+"""The references as torch runs them: the array namespace and the scan that they are written in."""
+
+import math
+from types import SimpleNamespace
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from bridge.dtypes import wide
+from bridge.op import Op
+from torch_ops.tensors import DTYPES, NAMES
+
+xp = SimpleNamespace(
+    **{name: getattr(torch, name) for name in ("abs", "exp", "log", "logaddexp", "ones_like", "sqrt", "stack", "sum", "where", "zeros_like")},
+    max=torch.amax,
+    zeros=lambda shape, like: torch.zeros(shape, dtype=like.dtype, device=like.device),
+    stop_gradient=torch.Tensor.detach,
+)
+
+
+def scan(step, carry, xs):
+    """Run `step` over the second axis of each of `xs`; memory of a backward pass grows with the square root of its length.
+
+    Stretches of about sqrt(t) steps are checkpointed, unless a function transform forbids it (torch.func does not
+    support the hooks that checkpointing needs).
+    """
+    steps = xs[0].shape[1]
+    if not steps:
+        _, out = step(carry, tuple(x.new_zeros((x.shape[0], *x.shape[2:])) for x in xs))
+        return carry, out.unsqueeze(1)[:, :0]
+    stretch = math.isqrt(steps - 1) + 1
+    recompute = torch.is_grad_enabled() and torch._C._autograd._saved_tensors_hooks_is_enabled()
+    pieces = []
+    for start in range(0, steps, stretch):
+        now = [x[:, start : start + stretch] for x in xs]
+        carry, out = checkpoint(_steps, step, carry, now, use_reentrant=False) if recompute else _steps(step, carry, now)
+        pieces.append(out)
+    return carry, torch.cat(pieces, 1)
+
+
+def _steps(step, carry, xs):
+    outs = []
+    for now in zip(*(x.unbind(1) for x in xs), strict=True):
+        carry, out = step(carry, now)
+        outs.append(out)
+    return carry, torch.stack(outs, 1)
+
+
+def run(op: Op, inputs, options) -> tuple[torch.Tensor, ...]:
+    """The op by its loop. Arithmetic is done in float32 (float64 for float64), results have the op's dtypes."""
+    dtypes = {i.name: NAMES[x.dtype] for i, x in zip(op.signature.inputs, inputs, strict=True) if x is not None}
+    outputs = op.reference(xp, scan, *map(widen, inputs), **dict(zip(op.options, options, strict=True)))
+    return tuple(value.to(DTYPES[o.dtype(dtypes)]) for o, value in zip(op.signature.outputs, outputs, strict=True))
+
+
+def gradients(op: Op, inputs, options, cotangents, needs) -> tuple[torch.Tensor, ...]:
+    """The gradients of the inputs that `needs` marks, by the loop. Not differentiable."""
+    with torch.enable_grad():
+        leaves = [x if x is None else x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
+        wanted = [x for x, need in zip(leaves, needs, strict=True) if need]
+        own = _own_gradients(op, leaves, options, cotangents)
+        if own is not None:
+            return tuple(g.detach() for g, need in zip(own, needs, strict=True) if need)
+        return torch.autograd.grad(run(op, leaves, options), wanted, cotangents)
+
+
+def second_gradients(op: Op, inputs, options, cotangents, needs, seconds):
+    """The gradients of <gradients, seconds> with respect to inputs and cotangents. Differentiable again."""
+    present = [i for i, x in enumerate(inputs) if x is not None]
+
+    def first(*values):
+        filled = list(inputs)
+        for i, value in zip(present, values, strict=False):
+            filled[i] = value
+        given = values[len(present) :]
+        found = _own_gradients(op, filled, options, given)
+        if found is None:
+            _, pull = torch.func.vjp(lambda *some: run(op, [some[present.index(i)] if i in present else None for i in range(len(inputs))], options), *values[: len(present)])
+            pulled = iter(pull(given))
+            found = [None if x is None else next(pulled) for x in inputs]
+        return tuple(g for g, need in zip(found, needs, strict=True) if need)
+
+    _, pull = torch.func.vjp(first, *(inputs[i] for i in present), *cotangents)
+    pulled = iter(pull(tuple(seconds)))
+    return [None if x is None else next(pulled) for x in inputs], list(pulled)
+
+
+def widen(x: torch.Tensor | None) -> torch.Tensor | None:
+    return x if x is None else x.to(DTYPES[wide(NAMES[x.dtype])])
+
+
+def _own_gradients(op: Op, inputs, options, cotangents):
+    """The gradients as the op itself defines them, or None where they are the derivative of its loop."""
+    if op.reference_backward is None:
+        return None
+    wider = tuple(map(widen, cotangents))
+    found = op.reference_backward(xp, scan, tuple(map(widen, inputs)), wider, **dict(zip(op.options, options, strict=True)))
+    return found and tuple(None if x is None else g.to(x.dtype) for g, x in zip(found, inputs, strict=True))
