@@ -4,6 +4,8 @@ from bridge.op import Call, Op
 from bridge.ops import ops
 from bridge.plan import Launch, Plan
 from bridge.signature import Array, Signature
+from bridge.version import __version__, require
 
-__version__ = "0.1.0"
+require("triton", ">=3.6", "pip install 'triton>=3.6'")
+
 __all__ = ["Array", "Call", "Launch", "Op", "Plan", "Signature", "__version__", "ops"]

@@ -1,11 +1,20 @@
 """What kernels share beyond triton.language."""
 
+import os
+
 import triton
 import triton.language as tl
 from triton import knobs
 
 # Triton decides on its interpreter when a kernel is decorated; what the environment says later changes nothing.
 INTERPRETING = bool(knobs.runtime.interpret)
+
+
+def mend_cache_folder() -> None:
+    """Undo what importing jax-triton does to Triton: it sets TRITON_CACHE_DIR to "", with which no kernel can be stored."""
+    if os.environ.get("TRITON_CACHE_DIR") == "":
+        del os.environ["TRITON_CACHE_DIR"]
+
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -28,8 +37,8 @@ def rows(tile, T: tl.constexpr, W: tl.constexpr):
             pieces = halves
     ordered = ()
     for t in tl.static_range(T):
-        reversed_t = ((t & 1) * 16 + (t & 2) * 4 + (t & 4) + (t & 8) // 4 + (t & 16) // 16) * T // 32
-        ordered = ordered + (tl.reshape(pieces[reversed_t], (W,)),)
+        piece = pieces[((t & 1) * 16 + (t & 2) * 4 + (t & 4) + (t & 8) // 4 + (t & 16) // 16) * T // 32]
+        ordered = ordered + (tl.reshape(piece, (W,)),)
     return ordered
 
 

@@ -9,7 +9,7 @@ from bridge.backends import BACKENDS
 from bridge.case import Case
 from bridge.options import Flag, Option
 from bridge.plan import Plan
-from bridge.signature import Array, Given, Input, Signature, Sizes
+from bridge.signature import Array, Given, Signature, Sizes
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,9 @@ class Op:
         """The options as plain values. Raises TypeError or ValueError for a bad one, and for an unknown backend."""
         if backend is not None and backend not in BACKENDS:
             raise ValueError(f"{self.name}: backend must be None or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
-        return tuple(option.check(f"{self.name}: {name}", value) for (name, option), value in zip(self.settings.items(), values, strict=True))
+        return tuple(
+            option.check(f"{self.name}: {name}", value) for (name, option), value in zip(self.settings.items(), values, strict=True)
+        )
 
     def call(self, arrays: Sequence[Given | None], options: Sequence[Any]) -> Call:
         """A call, checked. `options` are the values of `self.options`, in order. Raises what is wrong with the arrays."""
@@ -160,5 +162,3 @@ def _forward_plan(op: Op, call: Call, save: bool) -> Plan:
 def _backward_plan(op: Op, call: Call, needs: tuple[str, ...]) -> Plan:
     assert op.backward is not None
     return op.backward(call, needs)
-
-

@@ -6,6 +6,10 @@ from typing import Any
 
 from bridge.signature import Array
 
+# Whether the compiler may fuse a product and a sum into one rounding. Said outright, because Triton and jax-triton have
+# defaults of their own, and results must not depend on who compiles.
+FP_FUSION = True
+
 
 @dataclass(frozen=True)
 class Launch:

@@ -30,9 +30,9 @@ class Array:
 
 @dataclass(frozen=True)
 class Given(Array):
-    """An array that a caller gave: where it lies, besides its shape and dtype."""
+    """An array that a caller gave: where it lies, besides its shape and dtype. No device where that isn't known yet."""
 
-    device: str
+    device: str = ""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,8 @@ class Signature:
             if array.dtype not in FLOATS:
                 raise TypeError(f"{function}: {argument.name} must have one of the dtypes {', '.join(FLOATS)}, got {array.dtype}")
         _agree(function, present, "float64 can't be mixed with other dtypes", lambda a: a.dtype == "float64", lambda a: a.dtype, TypeError)
-        _agree(function, present, "all arrays must be on one device", lambda a: a.device, lambda a: f"on {a.device}", ValueError)
+        placed = [(argument, array) for argument, array in present if array.device]
+        _agree(function, placed, "all arrays must be on one device", lambda a: a.device, lambda a: f"on {a.device}", ValueError)
         return self.sizes(function, given, limits)
 
     def sizes(self, function: str, given: Mapping[str, Array | None], limits: Mapping[str, range] | None = None) -> Sizes:
@@ -157,7 +158,7 @@ def _argument(text: str) -> tuple[str, tuple[str, ...], bool]:
 
 def _agree(function, present, rule, key, describe, error) -> None:
     """All present arguments must have the same key; the message shows the first and the first that differs."""
-    first, first_array = present[0]
     for argument, array in present[1:]:
+        first, first_array = present[0]
         if key(array) != key(first_array):
             raise error(f"{function}: {rule}: {first.name} is {describe(first_array)}, {argument.name} is {describe(array)}")

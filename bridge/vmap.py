@@ -38,7 +38,9 @@ def rule(
         results = apply(*folded)
         if not merge:
             return list(results), [0] * len(results)
-        unfolded = [xp.reshape(r, (*r.shape[:p], size, r.shape[p] // size, *r.shape[p + 1 :])) for r, p in zip(results, outside, strict=True)]
+        unfolded = [
+            xp.reshape(r, (*r.shape[:p], size, r.shape[p] // size, *r.shape[p + 1 :])) for r, p in zip(results, outside, strict=True)
+        ]
         return unfolded, list(outside)
     slices = [xp.moveaxis(a, axis, 0) for a, axis in zip(arrays, axes, strict=True) if axis is not None]
 

@@ -80,7 +80,7 @@ def _bind(op: Op) -> Callable[..., Any]:
                 raise TypeError(f"{op.name}: {argument.name} must be a jax.Array, got {type(value).__name__}")
         inputs = [None if x is None else jnp.asarray(x) for x in arrays]
         options = values[: len(op.options)]
-        _call(op, inputs, options)
+        op.call([x if x is None else Given(x.shape, x.dtype.name, _device(x)) for x in inputs], options)
         return op.returned(apply(options, backend, False, *_equally_varying(inputs))[0], values)
 
     return op.function(call)
@@ -185,7 +185,14 @@ def _run(plan, backend: str, arrays) -> list[jax.Array]:
 
 
 def _call(op: Op, inputs, options) -> Call:
-    return op.call([x if x is None else Given(x.shape, x.dtype.name, "") for x in inputs], options)
+    return op.call([x if x is None else Given(x.shape, x.dtype.name) for x in inputs], options)
+
+
+def _device(x: jax.Array) -> str:
+    """Where an array was put. One that is being traced, or that nobody placed, goes where the others are."""
+    if isinstance(x, jax.core.Tracer) or not x.committed:
+        return ""
+    return ", ".join(sorted(f"{device.platform}:{device.id}" for device in x.devices()))
 
 
 def _spread(arrays, present) -> list:

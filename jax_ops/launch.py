@@ -1,7 +1,7 @@
 """Plans carried out in JAX: compiled, through jax-triton; or interpreted, through a callback.
 
 Two generations of jax-triton are in use; this file hides the difference. Both take a kernel's arguments in the order
-inputs, scalars, outputs, and both read the shapes of the outputs from an argument, which has another name in each.
+inputs, scalars, outputs; the arguments for the outputs' shapes and for compiler options have other names in each.
 """
 
 import os
@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from bridge import interpret
-from bridge.plan import Launch, Plan
+from bridge.language import mend_cache_folder
+from bridge.plan import FP_FUSION, Launch, Plan
 
 # The compute capability that kernels are compiled for; None is that of the GPU in the machine.
 TARGET: int | None = None
@@ -30,11 +31,10 @@ class Size(int):
 
 
 @cache
-def _triton_call() -> tuple[Callable[..., Any], str]:
-    """jax-triton's entry, and its name for the outputs' shapes.
+def _triton_call() -> Callable[..., Any]:
+    """jax-triton's entry, as call(*arguments, outputs, fp_fusion, **rest).
 
-    Importing it takes the folder for compiled kernels away from Triton (TRITON_CACHE_DIR becomes "" or disappears),
-    with which every later launch from PyTorch would fail: it is put back.
+    Importing it takes a folder for compiled kernels that TRITON_CACHE_DIR names away from Triton: it is put back.
     """
     folder = os.environ.get("TRITON_CACHE_DIR")
     try:
@@ -42,16 +42,23 @@ def _triton_call() -> tuple[Callable[..., Any], str]:
     except ImportError as error:
         raise ImportError(f"JAX runs kernels on a GPU through jax-triton: pip install 'kernel-bridge[cuda]' ({error})") from error
     finally:
-        os.environ.pop("TRITON_CACHE_DIR", None)
+        mend_cache_folder()
         if folder:
             os.environ["TRITON_CACHE_DIR"] = folder
-    generation = tuple(int(part) for part in jax_triton.__version__.split(".")[:2])
-    return jax_triton.triton_call, "out_type" if generation >= (0, 4) else "out_shape"
+    first = tuple(int(part) for part in jax_triton.__version__.split(".")[:2]) < (0, 4)
+
+    def call(*arguments, outputs, fp_fusion, **rest):
+        differing = {"out_shape": outputs, "enable_fp_fusion": fp_fusion}
+        if not first:
+            differing = {"out_type": outputs, "backend_options": {"enable_fp_fusion": fp_fusion}}
+        return jax_triton.triton_call(*arguments, **differing, **rest)
+
+    return call
 
 
 def run_compiled(plan: Plan, arrays: dict[str, jax.Array | None]) -> list[jax.Array]:
     """Carry a plan out on a GPU, within a traced function."""
-    triton_call, shapes = _triton_call()
+    triton_call = _triton_call()
 
     def execute(launch: Launch, inputs: list[jax.Array | None]) -> list[jax.Array]:
         outputs = list(launch.outputs.values())
@@ -63,7 +70,7 @@ def run_compiled(plan: Plan, arrays: dict[str, jax.Array | None]) -> list[jax.Ar
         types = [jax.ShapeDtypeStruct(a.shape if np.prod(a.shape) else (1,), a.dtype) for a in outputs]
         made = triton_call(
             *pointers, *scalars, kernel=launch.kernel, grid=(launch.grid,), num_warps=launch.num_warps,
-            num_stages=launch.num_stages, compute_capability=TARGET, **{shapes: types}, **launch.constants,
+            num_stages=launch.num_stages, compute_capability=TARGET, outputs=types, fp_fusion=FP_FUSION, **launch.constants,
         )  # fmt: skip
         return [m.reshape(a.shape) if np.prod(a.shape) else jnp.zeros(a.shape, a.dtype) for m, a in zip(made, outputs, strict=True)]
 

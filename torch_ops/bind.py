@@ -55,7 +55,7 @@ def _call(name: str, arrays: tuple, values: tuple, backend: str | None):
     for argument, value in zip(op.signature.inputs, arrays, strict=True):
         if not (isinstance(value, torch.Tensor) or (value is None and argument.optional)):
             raise TypeError(f"{name}: {argument.name} must be a torch.Tensor, got {type(value).__name__}")
-    save = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arrays) or _transforming()
+    save = (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arrays)) or _transforming()
     return op.returned(Forward.apply(name, save, *arrays, *values[: len(op.options)], backend), values)
 
 
@@ -156,7 +156,9 @@ def _define(op: Op) -> tuple[Callable[..., list[torch.Tensor]], Callable[..., li
     def results(call: Call, save: bool, backend: str):
         """The further arrays are for the kernels; a loop saves nothing, and hands empty ones on."""
         made = op.results(call, save)
-        return [a.shape if name in call.outputs or backend != "reference" else (0,) for name, a in made.items()], [DTYPES[a.dtype] for a in made.values()]
+        return [a.shape if name in call.outputs or backend != "reference" else (0,) for name, a in made.items()], [
+            DTYPES[a.dtype] for a in made.values()
+        ]
 
     def run(plan, backend, arrays, device):
         return run_interpreted(plan, arrays) if backend == "interpret" else run_compiled(plan, arrays, device)

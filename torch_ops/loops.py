@@ -11,7 +11,10 @@ from bridge.op import Op
 from torch_ops.tensors import DTYPES, NAMES
 
 xp = SimpleNamespace(
-    **{name: getattr(torch, name) for name in ("abs", "exp", "log", "logaddexp", "ones_like", "sqrt", "stack", "sum", "where", "zeros_like")},
+    **{
+        name: getattr(torch, name)
+        for name in ("abs", "exp", "log", "logaddexp", "ones_like", "sqrt", "stack", "sum", "where", "zeros_like")
+    },
     max=torch.amax,
     zeros=lambda shape, like: torch.zeros(shape, dtype=like.dtype, device=like.device),
     stop_gradient=torch.Tensor.detach,
@@ -61,7 +64,11 @@ def gradients(op: Op, inputs, options, cotangents, needs) -> tuple[torch.Tensor,
         own = _own_gradients(op, leaves, options, cotangents)
         if own is not None:
             return tuple(g.detach() for g, need in zip(own, needs, strict=True) if need)
-        return torch.autograd.grad(run(op, leaves, options), wanted, cotangents)
+        outputs = [(o, c) for o, c in zip(run(op, leaves, options), cotangents, strict=True) if o.requires_grad]
+        if not outputs:  # a loop over nothing
+            return tuple(map(torch.zeros_like, wanted))
+        results, given = zip(*outputs, strict=True)
+        return torch.autograd.grad(results, wanted, given, allow_unused=True, materialize_grads=True)
 
 
 def second_gradients(op: Op, inputs, options, cotangents, needs, seconds):
@@ -75,7 +82,10 @@ def second_gradients(op: Op, inputs, options, cotangents, needs, seconds):
         given = values[len(present) :]
         found = _own_gradients(op, filled, options, given)
         if found is None:
-            _, pull = torch.func.vjp(lambda *some: run(op, [some[present.index(i)] if i in present else None for i in range(len(inputs))], options), *values[: len(present)])
+            _, pull = torch.func.vjp(
+                lambda *some: run(op, [some[present.index(i)] if i in present else None for i in range(len(inputs))], options),
+                *values[: len(present)],
+            )
             pulled = iter(pull(given))
             found = [None if x is None else next(pulled) for x in inputs]
         return tuple(g for g, need in zip(found, needs, strict=True) if need)

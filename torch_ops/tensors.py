@@ -5,8 +5,9 @@ from functools import cache
 import torch
 
 from bridge import interpret
-from bridge.plan import Launch, Plan
-from bridge.signature import Given
+from bridge.language import mend_cache_folder
+from bridge.plan import FP_FUSION, Launch, Plan
+from bridge.signature import Array, Given
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -26,17 +27,22 @@ def prepared(tensor: torch.Tensor | None) -> torch.Tensor | None:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
+def empty(array: Array, device: torch.device) -> torch.Tensor:
+    return torch.empty(array.shape, dtype=DTYPES[array.dtype], device=device)
+
+
 def run_compiled(plan: Plan, arrays: dict[str, torch.Tensor | None], device: torch.device) -> list[torch.Tensor]:
     """Carry a plan out on a GPU, on the device of the arrays and its current stream."""
 
     def execute(launch: Launch, inputs: list[torch.Tensor | None]) -> list[torch.Tensor]:
-        outputs = [torch.empty(a.shape, dtype=DTYPES[a.dtype], device=device) for a in launch.outputs.values()]
+        outputs = [empty(array, device) for array in launch.outputs.values()]
         if launch.grid:
             pointers = [_absent(DTYPES[launch.wide], device) if x is None else x for x in inputs]
-            options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages}
+            options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": FP_FUSION}
             launch.kernel[(launch.grid,)](*pointers, *launch.scalars, *outputs, **launch.constants, **options)
         return outputs
 
+    mend_cache_folder()
     with torch.cuda.device(device):
         return plan.run(arrays, execute)
 

@@ -2,5 +2,6 @@
 
 from bridge.op import Op
 from bridge.ops.selective_scan.op import selective_scan
+from bridge.ops.sinkhorn.op import mhc_bwd, sinkhorn
 
-ops: dict[str, Op] = {op.name: op for op in (selective_scan,)}
+ops: dict[str, Op] = {op.name: op for op in (selective_scan, sinkhorn, mhc_bwd)}

@@ -9,19 +9,20 @@ OPTIONAL = ("D", "z", "delta_bias", "initial_state")
 
 
 def sample(rng: np.random.Generator, case: Case) -> dict[str, np.ndarray]:
-    """Values of the size that they have in a Mamba block: A from -1 to about -8, dt mostly below 1."""
+    """Values of the size that they have in a Mamba block: A from -1 to about -8, dt mostly below 1 and never negative."""
     b, t, d, n = (case.sizes[dim] for dim in "btdn")
     normal = rng.standard_normal
-    delta = normal((b, t, d)) - 2
+    delta, bias = normal((b, t, d)) - 2, normal(d) / 4
+    softplus = case.options.get("delta_softplus")
     return {
         "x": normal((b, t, d)),
-        "delta": delta if case.options.get("delta_softplus") else np.log1p(np.exp(delta)),
+        "delta": delta if softplus else np.log1p(np.exp(delta)),
         "A": -np.exp(rng.uniform(0, 2, (d, n))),
         "B": normal((b, t, n)),
         "C": normal((b, t, n)),
         "D": normal(d),
         "z": normal((b, t, d)),
-        "delta_bias": normal(d) / 4,
+        "delta_bias": bias if softplus else np.abs(bias),
         "initial_state": normal((b, d, n)),
     }
 

@@ -132,7 +132,9 @@ def chunk_starts(
 
 
 @triton.jit
-def load_state(pointer, batch, channel, wide: tl.constexpr, PRESENT: tl.constexpr, CHANNELS: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr):
+def load_state(
+    pointer, batch, channel, wide: tl.constexpr, PRESENT: tl.constexpr, CHANNELS: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr
+):
     """[BN, BD] from an array b d n, zeros where it isn't there."""
     state = tl.arange(0, BN)[:, None]
     if PRESENT:
@@ -197,7 +199,9 @@ def scan(
                 out += through[i]
             if HAS_Z:
                 out *= gate[i]
-            tl.store(y + (row + i) * CHANNELS + channel, out.to(y.dtype.element_ty), mask=channel < tl.where(first + i < steps, CHANNELS, 0))
+            tl.store(
+                y + (row + i) * CHANNELS + channel, out.to(y.dtype.element_ty), mask=channel < tl.where(first + i < steps, CHANNELS, 0)
+            )
     if chunk == chunks - 1:
         store_state(final_state, batch, channel, h, CHANNELS, STATES, BN)
 
@@ -332,8 +336,7 @@ def reverse(
         h = (tl.load(fine + at_states(index, channel, CHANNELS, STATES, BN), mask=square, other=0.0),)
         for i in tl.static_range(TILE):
             h = h + (tl.exp2(dt[i][None, :] * decay) * h[i] + (dt[i] * xt[i])[None, :] * Bt[i][:, None],)
-        for j in tl.static_range(TILE):
-            i: tl.constexpr = TILE - 1 - j
+        for i in tl.static_range(TILE - 1, -1, -1):
             at = (row + i) * CHANNELS + channel
             here = channel < tl.where(first + i < steps, CHANNELS, 0)
             g = dp[i][None, :] * Ct[i][:, None] + carry

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from bridge.language import sum_leading
 from bridge.op import Call, Op
-from bridge.options import Flag
 from bridge.ops.selective_scan import kernels
 from bridge.ops.selective_scan.cases import CASES
 from bridge.ops.selective_scan.reference import selective_scan as reference
+from bridge.options import Flag
 from bridge.plan import Launch, Plan
 from bridge.signature import Array, Signature
 

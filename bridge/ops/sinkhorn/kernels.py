@@ -52,10 +52,12 @@ def peak(x, inside, live, axis: tl.constexpr):
 
 @triton.jit
 def place(count, SIZE: tl.constexpr, S: tl.constexpr, N: tl.constexpr):
-    """Offsets of this program's matrices, and which rows and columns of the tile there are."""
-    matrix = tl.program_id(0).to(tl.int64) * S + tl.arange(0, S)[:, None, None]
+    """Where this program's matrices begin, offsets from there, and which rows and columns of the tile there are."""
+    first = tl.program_id(0).to(tl.int64) * S
+    matrix = tl.arange(0, S)[:, None, None]
     i, j = tl.arange(0, N)[None, :, None], tl.arange(0, N)[None, None, :]
-    return matrix * (SIZE * SIZE) + i * SIZE + j, (matrix < count) & (i < SIZE), (matrix < count) & (j < SIZE)
+    there = matrix < count - first
+    return first * (SIZE * SIZE), matrix * (SIZE * SIZE) + i * SIZE + j, there & (i < SIZE), there & (j < SIZE)
 
 
 @triton.jit
@@ -81,7 +83,8 @@ def start(M, rows, columns, ROW_COL: tl.constexpr, EPS: tl.constexpr):
     "col_row": R = exp(M), so that u = exp(r), v = exp(c). Without eps v doesn't matter. With it, a = exp(-c) and
     b = exp(-r) do. They can be beyond any float, but k divisions later what is left of them is eps^k exp(-c), which
     needs its logarithm only. r takes half of a row's logits where they are negative: v is small then just where u is,
-    and neither has to become huge to make up for the other.
+    and neither has to become huge to make up for the other. (With logits of many hundreds of both signs it can happen
+    all the same. Such a row or column comes out as 0.)
 
     "row_col": R = softmax(M) + eps. With eps nothing in it vanishes, and P is R. Without, P is exp(M - r - c) again.
     """
@@ -188,10 +191,10 @@ def forward(
     ROW_COL: tl.constexpr, EPS: tl.constexpr, LOG2_EPS: tl.constexpr, ITERATES: tl.constexpr,
 ):  # fmt: skip
     """R (count n n) from logits (count n n)."""
-    at, rows, columns = place(count, SIZE, S, N)
-    M = read(logits, at, rows & columns)
+    base, at, rows, columns = place(count, SIZE, S, N)
+    M = read(logits + base, at, rows & columns)
     P = normalise(M, rows, columns, iters, H, ROW_COL, EPS, LOG2_EPS, ITERATES)
-    tl.store(R + at, P.to(R.dtype.element_ty), mask=rows & columns)
+    tl.store(R + base + at, P.to(R.dtype.element_ty), mask=rows & columns)
 
 
 @triton.jit(do_not_specialize=["count", "iters"])
@@ -209,10 +212,10 @@ def unrolled(
     gone through from the last to the first, each run again from the start to get its u and v. Iterations beyond the last
     leave u and v as they are, and D too.
     """
-    at, rows, columns = place(count, SIZE, S, N)
+    base, at, rows, columns = place(count, SIZE, S, N)
     inside = rows & columns
-    M = read(logits, at, inside)
-    D = read(dR, at, inside)
+    M = read(logits + base, at, inside)
+    D = read(dR + base, at, inside)
     if ITERATES:
         P0, u0, a0, b0, la0, lb0 = start(M, rows, columns, ROW_COL, EPS)
         segments = tl.cdiv(iters, H)
@@ -254,7 +257,7 @@ def unrolled(
             dM = dM - R * over_columns(dM)
         else:
             dM = exp(M) * D
-    tl.store(dlogits + at, dM.to(dlogits.dtype.element_ty), mask=inside)
+    tl.store(dlogits + base + at, dM.to(dlogits.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -355,14 +358,14 @@ def implicit(
     SAVED: tl.constexpr,
 ):  # fmt: skip
     """dlogits (count n n), the derivative of the fixed point at R, which is read where it was SAVED and else made again."""
-    at, rows, columns = place(count, SIZE, S, N)
+    base, at, rows, columns = place(count, SIZE, S, N)
     if SAVED:
-        P = read(R, at, rows & columns)
+        P = read(R + base, at, rows & columns)
     else:
-        M = read(logits, at, rows & columns)
+        M = read(logits + base, at, rows & columns)
         P = normalise(M, rows, columns, iters, H, ROW_COL, EPS, LOG2_EPS, ITERATES)
-    G = read(dR, at, rows & columns)
-    tl.store(dlogits + at, balance(P, G, 0, SIZE, True).to(dlogits.dtype.element_ty), mask=rows & columns)
+    G = read(dR + base, at, rows & columns)
+    tl.store(dlogits + base + at, balance(P, G, 0, SIZE, True).to(dlogits.dtype.element_ty), mask=rows & columns)
 
 
 @triton.jit(do_not_specialize=["count", "steps"])
@@ -373,7 +376,7 @@ def mhc_bwd(
     SIZE: tl.constexpr, S: tl.constexpr, N: tl.constexpr, DIRECT: tl.constexpr,
 ):  # fmt: skip
     """dM (count n n): the system solved, or approached in `steps` steps."""
-    at, rows, columns = place(count, SIZE, S, N)
-    R = read(out, at, rows & columns)
-    G = read(dout, at, rows & columns)
-    tl.store(dM + at, balance(R, G, steps, SIZE, DIRECT).to(dM.dtype.element_ty), mask=rows & columns)
+    base, at, rows, columns = place(count, SIZE, S, N)
+    R = read(out + base, at, rows & columns)
+    G = read(dout + base, at, rows & columns)
+    tl.store(dM + base + at, balance(R, G, steps, SIZE, DIRECT).to(dM.dtype.element_ty), mask=rows & columns)

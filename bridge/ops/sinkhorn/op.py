@@ -25,15 +25,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from bridge.op import Call, Op
-from bridge.options import Choice, Integer, Real
 from bridge.ops.sinkhorn import kernels, reference
 from bridge.ops.sinkhorn.cases import CASES, MHC_BWD_CASES
+from bridge.options import Choice, Integer, Real
 from bridge.plan import Launch, Plan
-from bridge.signature import Array, Signature
+from bridge.signature import ELLIPSIS, Array, Signature
 
 LIMITS = {"n": range(1, 65)}
-TILE = 512  # elements of a program's matrices, 16 a lane; a larger matrix is a program of its own
-LANE = 32  # elements a lane at most: P, D and what is made from them fit the registers
+FORWARD, BACKWARD = 16, 8  # elements a lane; up to twice as many in a large matrix. Going back, u and v are kept besides
 SEGMENT = 8  # iterations whose u and v fit the registers; 64^8 is far from overflow
 
 
@@ -47,10 +46,12 @@ class Layout:
 
     count: int
     n: int
+    lane: int
 
     @classmethod
-    def of(cls, call: Call) -> "Layout":
-        return cls(math.prod(call.sizes.leading), call.sizes["n"])
+    def of(cls, call: Call, lane: int) -> "Layout":
+        double = "float64" in call.dtypes.values()
+        return cls(math.prod(call.sizes.leading), call.sizes["n"], lane // 2 if double else lane)
 
     @property
     def side(self) -> int:
@@ -59,12 +60,13 @@ class Layout:
 
     @property
     def matrices(self) -> int:
-        return max(TILE // self.side**2, 1)
+        """As many as a warp holds, and at least one."""
+        return max(32 * self.lane // self.side**2, 1)
 
     @property
     def num_warps(self) -> int:
         """One where it can be: warps that share a matrix add up through shared memory."""
-        return max(self.matrices * self.side**2 // (32 * LANE), 1)
+        return max(self.side**2 // (64 * self.lane), 1)
 
     def launch(self, kernel, inputs: tuple[str, ...], scalar: int, outputs: dict[str, Array], **constants) -> Launch:
         constants = dict(SIZE=self.n, S=self.matrices, N=self.side, **constants)
@@ -76,13 +78,13 @@ def segment(iters: int) -> int:
     return cdiv(iters, cdiv(iters, SEGMENT)) if iters else 1
 
 
-def loop(call: Call) -> dict:
-    """The constants that describe the loop."""
-    iters, eps = call.options["iters"], call.options["eps"]
-    return dict(
-        H=segment(iters), ROW_COL=call.options["order"] == "row_col",
-        EPS=eps, LOG2_EPS=math.log2(eps) if eps else 0.0, ITERATES=iters > 0,
-    )  # fmt: skip
+def loop(call: Call) -> dict[str, Any]:
+    """The constants that describe the loop. The number of iterations is none: another one compiles nothing."""
+    eps = call.options["eps"]
+    return {
+        "ROW_COL": call.options["order"] == "row_col", "EPS": eps, "LOG2_EPS": math.log2(eps) if eps else 0.0,
+        "ITERATES": call.options["iters"] > 0,
+    }  # fmt: skip
 
 
 def saves(options: Mapping[str, Any]) -> tuple[str, ...]:
@@ -90,23 +92,23 @@ def saves(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def forward(call: Call, save: bool) -> Plan:
-    launch = Layout.of(call).launch(kernels.forward, ("logits",), call.options["iters"], call.outputs, **loop(call))
+    launch = Layout.of(call, FORWARD).launch(kernels.forward, ("logits",), call.options["iters"], call.outputs, H=SEGMENT, **loop(call))
     return Plan((launch,), ("R",))
 
 
 def backward(call: Call, needs: tuple[str, ...]) -> Plan:
-    layout, iters, outputs = Layout.of(call), call.options["iters"], {"dlogits": call.given["logits"]}
+    layout, iters, outputs = Layout.of(call, BACKWARD), call.options["iters"], {"dlogits": call.given["logits"]}
     if call.options["gradient"] == "unrolled":
-        launch = layout.launch(kernels.unrolled, ("logits", "dR"), iters, outputs, **loop(call))
+        launch = layout.launch(kernels.unrolled, ("logits", "dR"), iters, outputs, H=segment(iters), **loop(call))
     else:
         exact = call.dtypes["logits"] in ("float32", "float64")  # a 16-bit R was rounded, and is better made again
-        launch = layout.launch(kernels.implicit, ("logits", "R", "dR"), iters, outputs, **loop(call), SAVED=exact)
+        launch = layout.launch(kernels.implicit, ("logits", "R", "dR"), iters, outputs, H=SEGMENT, **loop(call), SAVED=exact)
     return Plan((launch,), ("dlogits",))
 
 
 def mhc_bwd_forward(call: Call, save: bool) -> Plan:
     steps = call.options["cg_iters"]
-    launch = Layout.of(call).launch(kernels.mhc_bwd, ("out", "dout"), steps or 0, call.outputs, DIRECT=steps is None)
+    launch = Layout.of(call, BACKWARD).launch(kernels.mhc_bwd, ("out", "dout"), steps or 0, call.outputs, DIRECT=steps is None)
     return Plan((launch,), ("dM",))
 
 
@@ -125,6 +127,7 @@ sinkhorn = Op(
     forward=forward,
     saves=saves,
     backward=backward,
+    batch=ELLIPSIS,
     cases=CASES,
     doc=__doc__ or "",
 )
@@ -136,6 +139,7 @@ mhc_bwd = Op(
     limits=LIMITS,
     reference=reference.mhc_bwd,
     forward=mhc_bwd_forward,
+    batch=ELLIPSIS,
     cases=MHC_BWD_CASES,
     doc=__doc__ or "",
 )

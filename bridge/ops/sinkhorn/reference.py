@@ -1,5 +1,7 @@
 """The loops that define sinkhorn and mhc_bwd."""
 
+import math
+
 
 def rows(x):
     return x.sum(-1)[..., None]
@@ -10,40 +12,27 @@ def columns(x):
 
 
 def sinkhorn(xp, scan, logits, *, iters=20, eps=0.0, order="col_row", gradient="unrolled"):
-    def highest(x, axis):
-        """A maximum that is subtracted and put back: what is computed doesn't depend on it."""
-        top = xp.stop_gradient(xp.max(x, axis))
-        return top[..., None] if axis == -1 else top[..., None, :]
+    """In logarithms, where nothing overflows or vanishes."""
 
-    def log_sum(x, axis):
-        top = highest(x, axis)
-        return xp.log((rows if axis == -1 else columns)(xp.exp(x - top))) + top
+    def add_eps(x):
+        return xp.logaddexp(x, xp.zeros_like(x) + math.log(eps)) if eps else x
 
-    if eps == 0:  # in logarithms, where nothing overflows or vanishes
-        L = logits - log_sum(logits, -1) if order == "row_col" else logits
-        for i in range(iters):
-            L = L - log_sum(L, -2)
-            if order == "col_row" or i < iters - 1:
-                L = L - log_sum(L, -1)
-        return (xp.exp(L),)
+    def divide(x, axis):
+        """x less the logarithm of (sum of exp(x) + eps)."""
+        expand = (..., None) if axis == -1 else (..., None, slice(None))
+        top = xp.stop_gradient(xp.max(x, axis))[expand]  # what is computed doesn't depend on it
+        return x - add_eps(top + xp.log(xp.sum(xp.exp(x - top), axis)[expand]))
 
-    if order == "row_col":
-        R = xp.exp(logits - highest(logits, -1))
-        R = R / rows(R) + eps
-        if iters > 0:
-            R = R / (columns(R) + eps)
-    elif iters == 0:
-        R = xp.exp(logits)
+    x = logits
+    if order == "col_row":
+        for _ in range(iters):
+            x = divide(divide(x, -2), -1)
     else:
-        top = highest(logits, -2)
-        R = xp.exp(logits - top)
-        R = R / (columns(R) + eps * xp.exp(-top))  # exp(logits) / (its column sums + eps)
-        R = R / (rows(R) + eps)
-    for _ in range(iters - 1):
-        first, second = (rows, columns) if order == "row_col" else (columns, rows)
-        R = R / (first(R) + eps)
-        R = R / (second(R) + eps)
-    return (R,)
+        top = xp.stop_gradient(xp.max(x, -1))[..., None]
+        x = add_eps(x - top - xp.log(rows(xp.exp(x - top))))
+        for i in range(iters):
+            x = divide(x if i == 0 else divide(x, -1), -2)
+    return (xp.exp(x),)
 
 
 def sinkhorn_backward(xp, scan, inputs, cotangents, **options):

@@ -1,0 +1,45 @@
+# make parity   the main job: each frontend against its own autodiff of the loops, and the two against each other
+# make test     all tests; where Python 3.12 is found, the JAX half again without torch, under the newest JAX
+# make lint     format, lint and types
+#
+# Each sets up what it needs: an environment in .venv (and .venv-jax) with the versions of constraints.txt.
+
+PYTHON ?= python3
+PYTHON312 ?= $(firstword $(foreach p,$(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12) $(shell command -v python3.12 2>/dev/null),$(if $(shell $(p) -c 'print(1)' 2>/dev/null),$(p))))
+PIP := -m pip install --quiet --disable-pip-version-check -c constraints.txt
+JOBS ?= 2
+
+.PHONY: parity test test-main test-jax lint clean
+
+parity: .venv/done
+	.venv/bin/python -m bridge parity
+
+test: test-main $(if $(PYTHON312),test-jax)
+
+test-main: .venv/done
+	.venv/bin/python -m pytest -n $(JOBS)
+
+test-jax: .venv-jax/done
+	.venv-jax/bin/python -m pytest -n $(JOBS) -m "not cli"
+
+lint: .venv/done
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+
+# The plugin lets kernels be compiled for a GPU where there is none. Without its companion it does nothing else, so its
+# dependencies stay out.
+.venv/done: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/python $(PIP) -e '.[torch,jax,dev]' jax-triton
+	.venv/bin/python $(PIP) --no-deps jax-cuda13-plugin
+	touch $@
+
+.venv-jax/done: pyproject.toml constraints.txt
+	$(PYTHON312) -m venv .venv-jax
+	.venv-jax/bin/python $(PIP) -e '.[jax,test]' jax-triton
+	.venv-jax/bin/python $(PIP) --no-deps jax-cuda13-plugin
+	touch $@
+
+clean:
+	rm -rf .venv .venv-jax build *.egg-info

@@ -1,0 +1,99 @@
+"""JAX as parity, bench and tests see it. Float64 is switched on when this module is imported: references are in it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bridge.frontend import Arrays, Result
+from bridge.language import INTERPRETING
+from bridge.op import Op
+from jax_ops import loops
+from jax_ops.bind import bind
+from jax_ops.reference import function as reference
+
+jax.config.update("jax_enable_x64", True)
+if INTERPRETING:
+    jax.config.update("jax_platforms", "cpu")
+
+BITS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+class JaxFrontend:
+    name = "jax"
+
+    @property
+    def gpu(self) -> bool:
+        return jax.default_backend() == "gpu"
+
+    def versions(self) -> dict[str, str]:
+        found = {}
+        for name in ("jax", "jaxlib", "jax-triton"):
+            try:
+                found[name] = version(name)
+            except PackageNotFoundError:
+                found[name] = "not installed"
+        return found
+
+    def devices(self) -> list[str]:
+        return [device.device_kind if device.platform != "cpu" else "CPU" for device in jax.devices()]
+
+    def array(self, value: np.ndarray, dtype: str) -> jax.Array:
+        return jnp.asarray(value, dtype)
+
+    def numpy(self, array: jax.Array) -> np.ndarray:
+        return np.asarray(array).astype(np.float64)
+
+    def bits(self, array: jax.Array) -> np.ndarray:
+        host = np.asarray(array)
+        return host.view(BITS[host.dtype.itemsize])
+
+    def function(self, op: Op) -> Callable[..., Any]:
+        return bind(op)
+
+    def reference(self, op: Op) -> Callable[..., Any]:
+        return reference(op)
+
+    def run(self, op: Op, inputs: Arrays, options: Mapping[str, Any], cotangents: Sequence[Any], backend: str | None) -> Result:
+        return _compiled(op, tuple(options.items()), backend)(dict(inputs), tuple(cotangents))
+
+    def run_reference(self, op: Op, inputs: Arrays, options: Mapping[str, Any], cotangents: Sequence[Any]) -> Result:
+        return _compiled_reference(op, tuple(options.items()))(dict(inputs), tuple(cotangents))
+
+
+# One jitted function for each op and its options, so that a second call with the same shapes compiles nothing.
+
+
+@cache
+def _compiled(op: Op, options: tuple[tuple[str, Any], ...], backend: str | None) -> Callable[..., Result]:
+    flags = {f"return_{o.name}": True for o in op.signature.outputs if o.optional}
+
+    def all_outputs(inputs):
+        outputs = bind(op)(**inputs, **dict(options), **flags, backend=backend)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    def both(inputs, cotangents):
+        outputs, pull = jax.vjp(all_outputs, inputs)
+        return outputs, pull(cotangents)[0]
+
+    return jax.jit(both)
+
+
+@cache
+def _compiled_reference(op: Op, options: tuple[tuple[str, Any], ...]) -> Callable[..., Result]:
+    names = [i.name for i in op.signature.inputs]
+    chosen = [dict(options).get(name, option.default) for name, option in op.options.items()]
+
+    def both(inputs, cotangents):
+        arrays = [inputs.get(name) for name in names]
+        found = loops.gradients(op, arrays, chosen, cotangents)
+        return loops.run(op, arrays, chosen), {name: g for name, g in zip(names, found, strict=True) if name in inputs}
+
+    return jax.jit(both)
+
+
+frontend = JaxFrontend()

@@ -1,0 +1,37 @@
+"""What must stand before Triton and JAX are imported, and what all tests share."""
+
+import os
+from pathlib import Path
+
+# Without a GPU kernels run in Triton's interpreter, which decides on that when it is imported.
+if not any(Path("/dev").glob("nvidia[0-9]*")):
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import pytest
+from hypothesis import settings
+
+from bridge import interpret
+
+settings.register_profile("here", deadline=None, print_blob=True)
+settings.load_profile("here")
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """Fill every buffer that is allocated empty with NaN, so that an element that no kernel writes can't hide."""
+    allocate = interpret.empty
+
+    def poisoned(array):
+        bits = allocate(array)
+        bits.fill(0xFFFF if array.dtype == "bfloat16" else float("nan"))
+        return bits
+
+    monkeypatch.setattr(interpret, "empty", poisoned)
+    try:
+        from torch_ops import tensors
+    except ImportError:
+        return
+    allocate_tensor = tensors.empty
+    monkeypatch.setattr(tensors, "empty", lambda array, device: allocate_tensor(array, device).fill_(float("nan")))

@@ -1,0 +1,79 @@
+"""Every kernel compiles for real GPUs, on a machine that has none: through Triton, and through jax-triton's lowering."""
+
+import json
+
+import pytest
+from common import NAMES, OPS, by_name, python
+
+# A compiler, not an interpreter, and no GPU.
+COMPILER = {"TRITON_INTERPRET": "", "JAX_PLATFORMS": "cpu", "TRITON_DEFAULT_FP_FUSION": "1"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("op", OPS, ids=by_name)
+def test_triton(op, dtype):
+    targets = "80,90,100" if dtype == "bfloat16" else "90"
+    done = python("tests/compiling.py", targets, dtype, op.name, env=COMPILER, timeout=1200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    compiled = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert {str(c["target"]) for c in compiled} == set(targets.split(","))
+    assert max(c["seconds"] for c in compiled) < 60
+
+
+LOWER = """
+import sys
+import jax, jax.numpy as jnp
+from bridge import ops
+from bridge.case import Case
+from bridge.frontend import load
+from jax_ops import launch
+
+op, target = ops[{op!r}], {target}
+frontend, launch.TARGET = load("jax"), target
+case = op.cases[0]
+
+
+def lower(**sizes):
+    resized = Case(case.name, {{**case.sizes, **sizes}}, case.sample, case.options, case.without)
+    inputs = {{name: jnp.asarray(value, "float32") for name, value in resized.inputs().items()}}
+    function = lambda inputs: frontend.function(op)(**inputs, **case.options)
+    forward = jax.jit(function).trace(inputs).lower(lowering_platforms=("cuda",)).as_text()
+    both = jax.jit(jax.grad(lambda inputs: function(inputs).sum())).trace(inputs).lower(lowering_platforms=("cuda",)).as_text()
+    return forward.count("custom_call @triton_kernel_call"), both.count("custom_call @triton_kernel_call")
+
+
+def compiled():
+    import triton
+    from jax_triton import triton_lib
+
+    if hasattr(triton_lib, "_COMPILED_KERNEL_CACHE"):
+        return len(triton_lib._COMPILED_KERNEL_CACHE)
+    seen = [v for m in list(sys.modules.values()) if getattr(m, "__name__", "").startswith("bridge") for v in vars(m).values()]
+    return sum(len(v._jT_kernel_cache) for v in {{id(v): v for v in seen if isinstance(v, triton.JITFunction)}}.values() if hasattr(v, "_jT_kernel_cache"))
+
+
+first = lower(**{sizes[0]!r})
+before = compiled()
+assert before and min(first) >= 1, (first, before)
+for sizes in {sizes[1:]!r}:
+    assert lower(**sizes) == first
+    assert compiled() == before, (sizes, before, compiled())
+"""
+CALLS = {
+    "selective_scan": [dict(b=2, t=19), dict(b=1, t=1), dict(b=16, t=48), dict(b=3, t=200)],
+    "sinkhorn": [{"...": (7,)}, {"...": (1,)}, {"...": (16, 16)}],
+    "mhc_bwd": [{"...": (7,)}, {"...": (1,)}, {"...": (16, 16)}],
+}
+
+
+@pytest.mark.skipif("jax" not in NAMES, reason="needs JAX")
+@pytest.mark.parametrize("target", [80, 90, 100])
+@pytest.mark.parametrize("op", OPS, ids=by_name)
+def test_jax_triton(op, target):
+    """And another b or t compiles nothing more."""
+    pytest.importorskip("jax_triton")
+    code = LOWER.format(op=op.name, target=target, sizes=CALLS[op.name])
+    if not op.backward:  # its gradient is the loop's
+        code = code.replace("assert before and min(first) >= 1", "assert before and first[0] >= 1")
+    done = python("-c", code, env=COMPILER)
+    assert done.returncode == 0, done.stderr[-2000:]

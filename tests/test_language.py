@@ -1,0 +1,64 @@
+"""The helpers that kernels share, each by itself."""
+
+import numpy as np
+import pytest
+import triton
+import triton.language as tl
+from common import carry_out
+
+from bridge import Array, Launch, Plan
+from bridge.language import rows, sigmoid, softplus, sum_leading
+
+
+@triton.jit
+def rows_kernel(x, out, T: tl.constexpr, W: tl.constexpr):
+    i, j = tl.arange(0, T)[:, None], tl.arange(0, W)
+    vectors = rows(tl.load(x + i * W + j[None, :]), T, W)
+    for t in tl.static_range(T):
+        tl.store(out + t * W + j, vectors[t] + t * 1000)
+
+
+@triton.jit
+def pointwise_kernel(x, size, soft, sig, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + i, mask=i < size, other=0.0)
+    tl.store(soft + i, softplus(value), mask=i < size)
+    tl.store(sig + i, sigmoid(value), mask=i < size)
+
+
+@pytest.mark.parametrize("width", [1, 2, 8, 32])
+@pytest.mark.parametrize("count", [1, 2, 4, 8, 16, 32])
+def test_rows(count, width):
+    x = np.random.default_rng(0).standard_normal((count, width)).astype(np.float32)
+    launch = Launch(rows_kernel, 1, ("x",), (), {"out": Array((count, width), "float32")}, {"T": count, "W": width}, num_warps=1)
+    (out,) = carry_out(Plan((launch,), ("out",)), {"x": x})
+    np.testing.assert_array_equal(out.astype(np.float32), x + np.arange(count, dtype=np.float32)[:, None] * 1000)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-6), ("float64", 1e-14)])
+def test_softplus_and_sigmoid(dtype, bound):
+    """To full relative precision, where log(1 + exp(x)) would give 0 and 1 / (1 + exp(-x)) would overflow."""
+    x = np.concatenate([np.linspace(-20, 20, 999), [-100, -87, -30, 0, 30, 88, 89, 100, 1e4]]).astype(dtype)
+    soft, sig = Array(x.shape, dtype), Array(x.shape, dtype)
+    launch = Launch(pointwise_kernel, -(-x.size // 256), ("x",), (x.size,), {"soft": soft, "sig": sig}, {"BLOCK": 256}, wide=dtype)
+    found_soft, found_sig = carry_out(Plan((launch,), ("soft", "sig")), {"x": x})
+    exact = x.astype(np.float64)
+    truth_soft, truth_sig = np.logaddexp(0, exact), np.exp(-np.logaddexp(0, -exact))
+    # exp(x) itself loses |x| ulp to the rounding of x log2(e).
+    allowed = bound * np.maximum(1, np.abs(np.minimum(exact, 0)) / 8)
+    normal = truth_sig > 1e-37
+    assert np.all((np.abs(found_soft - truth_soft) <= allowed * truth_soft)[normal])
+    assert np.all((np.abs(found_sig - truth_sig) <= allowed * truth_sig)[normal])
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+@pytest.mark.parametrize("size", [1, 5, 256, 300])
+def test_sum_leading(count, size):
+    source = np.random.default_rng(0).standard_normal((count, size)).astype(np.float32)
+    grid = -(-size // 256)
+    launch = Launch(sum_leading, grid, ("source",), (count, size), {"total": Array((size,), "float32")}, {"BLOCK": 256})
+    (total,) = carry_out(Plan((launch,), ("total",)), {"source": source})
+    expected = np.zeros(size, np.float32)
+    for row in source:
+        expected += row  # in the same order: equal to the last bit
+    np.testing.assert_array_equal(total.astype(np.float32), expected)

@@ -1,0 +1,16 @@
+"""Forward and every gradient against float64 autodiff of the loop, in each frontend; and the frontends against each other."""
+
+import pytest
+from common import FRONTENDS, by_name
+
+from bridge import parity
+
+
+@pytest.mark.parametrize(("op", "case", "dtype"), parity.jobs(), ids=by_name)
+def test_parity(op, case, dtype):
+    findings = list(parity.check(op, case, dtype, FRONTENDS, seed=1))
+    assert findings
+    assert not [f for f in findings if not f.passed]
+    kernels = {f.backend for f in findings} - {"reference"}
+    bits = [f for f in findings if isinstance(f, parity.Agreement)]
+    assert len(bits) == (len(kernels) if len(FRONTENDS) > 1 else 0)
