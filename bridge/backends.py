@@ -32,7 +32,10 @@ def choose(function: str, asked: str | None, gpu: bool) -> tuple[str, str]:
 
 def _problem(backend: str, gpu: bool) -> str | None:
     if backend == "triton" and not gpu:
-        return "needs arrays on a GPU: move them there, or use backend='reference', or start the process with TRITON_INTERPRET=1 and use backend='interpret'"
+        return (
+            "needs arrays on a GPU: move them there, or use backend='reference', "
+            "or start the process with TRITON_INTERPRET=1 and use backend='interpret'"
+        )
     if backend == "triton" and INTERPRETING:
         return (
             "can't compile kernels in a process that was started with TRITON_INTERPRET=1: start it without, or move the arrays to the CPU"

@@ -32,16 +32,17 @@ def rule(
     each(f, arrays) runs f on one slice after another.
     """
     mapped = [(p, axis) for p, axis in zip(inside, axes, strict=True) if axis is not None]
-    if all(p is not None for p, _ in mapped) and all(p is not None for p in outside):
+    positions = [p for p in outside if p is not None]
+    if all(p is not None for p, _ in mapped) and len(positions) == len(outside):
         merge = batch != ELLIPSIS  # leading dimensions need no merging: the mapped axis is one more of them
         folded = [a if p is None else _fold(xp, a, axis, p, size, merge) for a, axis, p in zip(arrays, axes, inside, strict=True)]
         results = apply(*folded)
         if not merge:
             return list(results), [0] * len(results)
         unfolded = [
-            xp.reshape(r, (*r.shape[:p], size, r.shape[p] // size, *r.shape[p + 1 :])) for r, p in zip(results, outside, strict=True)
+            xp.reshape(r, (*r.shape[:p], size, r.shape[p] // size, *r.shape[p + 1 :])) for r, p in zip(results, positions, strict=True)
         ]
-        return unfolded, list(outside)
+        return unfolded, positions
     slices = [xp.moveaxis(a, axis, 0) for a, axis in zip(arrays, axes, strict=True) if axis is not None]
 
     def one(*current):

@@ -119,9 +119,9 @@ def _forward(op: Op):
 def _backward(op: Op):
     """(options, backend, inputs, kept, cotangents) -> the gradients of the inputs that are there, as one primitive."""
 
-    def split(arrays, present, outputs=len(op.output_names)):
-        n = sum(present)
-        return _spread(arrays[:n], present), arrays[n : len(arrays) - outputs], arrays[len(arrays) - outputs :]
+    def split(arrays, present):
+        n, end = sum(present), len(arrays) - len(op.output_names)
+        return _spread(arrays[:n], present), arrays[n:end], arrays[end:]
 
     def implementation(gpu, *arrays, present, options, backend):
         inputs, kept, cotangents = split(arrays, present)
@@ -161,10 +161,12 @@ def _primitive(name: str, batch: str | None, implementation: Callable, abstract:
     def shaped(*avals, **params):
         # What varies over a manual mesh axis in the inputs does so in the outputs.
         first = avals[0]
-        return [
-            first.update(shape=a.shape, dtype=jnp.dtype(a.dtype), weak_type=False, sharding=first.sharding.update(spec=PartitionSpec(*[None] * len(a.shape))))
-            for a in abstract(*avals, **params)
-        ]  # fmt: skip
+
+        def like_first(array: Array):
+            sharding = first.sharding.update(spec=PartitionSpec(*[None] * len(array.shape)))
+            return first.update(shape=array.shape, dtype=jnp.dtype(array.dtype), weak_type=False, sharding=sharding)
+
+        return [like_first(array) for array in abstract(*avals, **params)]
 
     def batched(arrays, axes, **params):
         def apply(*arrays):

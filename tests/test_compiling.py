@@ -48,8 +48,10 @@ def compiled():
 
     if hasattr(triton_lib, "_COMPILED_KERNEL_CACHE"):
         return len(triton_lib._COMPILED_KERNEL_CACHE)
-    seen = [v for m in list(sys.modules.values()) if getattr(m, "__name__", "").startswith("bridge") for v in vars(m).values()]
-    return sum(len(v._jT_kernel_cache) for v in {{id(v): v for v in seen if isinstance(v, triton.JITFunction)}}.values() if hasattr(v, "_jT_kernel_cache"))
+    modules = [m for name, m in list(sys.modules.items()) if name.startswith("bridge")]
+    seen = [v for m in modules for v in vars(m).values()]
+    kernels = {{id(v): v for v in seen if isinstance(v, triton.JITFunction)}}.values()
+    return sum(len(getattr(kernel, "_jT_kernel_cache", ())) for kernel in kernels)
 
 
 first = lower(**{sizes[0]!r})

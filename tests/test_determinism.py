@@ -25,7 +25,7 @@ def test_same_bits_twice(op, case, frontend):
 def test_a_matrix_alone(op, frontend):
     """A matrix gives the same bits alone as among others."""
     case = resized(op.cases[0], **{"...": (37,), "n": 4})
-    inputs = {name: x for name, x in case.inputs().items()}
+    inputs = case.inputs()
     many = frontend.function(op)(**{k: frontend.array(x, "float32") for k, x in inputs.items()}, **case.options, backend=KERNELS)
     for i in (0, 17, 36):
         one = frontend.function(op)(**{k: frontend.array(x[i], "float32") for k, x in inputs.items()}, **case.options, backend=KERNELS)

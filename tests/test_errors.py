@@ -61,7 +61,7 @@ BAD = {
             "delta",
             shape(2, 3, 1),
             ValueError,
-            r"delta must have shape \(b t d\) with b = 2 \(set by x\), t = 3 \(set by x\), d = 4 \(set by x\), got \(2, 3, 1\)",
+            r"delta must have shape \(b t d\) with b = 2 \(set by x\), t = 3 \(set by x\), d = 4 .* got \(2, 3, 1\)",
         ),
         ("delta", shape(2, 4, 3), ValueError, r"delta must have shape \(b t d\) with .* got \(2, 4, 3\)"),
         ("delta", NOTHING, TypeError, r"delta must be a .*, got NoneType"),
@@ -210,10 +210,8 @@ if {frontend.name!r} == "torch": one = one.cpu()
 f.function(ops["sinkhorn"])(one, backend="interpret")
 """
     done = python("-c", code, env={"TRITON_INTERPRET": "", "JAX_PLATFORMS": "cpu"})
-    assert (
-        "ValueError: sinkhorn: backend 'interpret' (backend='interpret' was passed) needs a process that was started with TRITON_INTERPRET=1"
-        in done.stderr
-    )
+    said = "backend 'interpret' (backend='interpret' was passed) needs a process that was started with TRITON_INTERPRET=1"
+    assert f"ValueError: sinkhorn: {said}" in done.stderr
 
 
 def test_mixed_devices_torch():
@@ -237,7 +235,7 @@ def test_mixed_devices_jax():
     devices = [*jax.devices(), *jax.devices("cpu")]
     x = jax.device_put(np.ones((2, 3, 4), np.float32), devices[0])
     others = [jax.device_put(np.ones(s, np.float32), devices[-1]) for s in ((2, 3, 4), (4, 5), (2, 3, 5), (2, 3, 5))]
-    with pytest.raises(ValueError, match="selective_scan: all arrays must be on one device: x is on .*, delta is on "):
+    with pytest.raises(ValueError, match=r"selective_scan: all arrays must be on one device: x is on .*, delta is on "):
         jax_ops.selective_scan(x, *others)
 
 

@@ -1,25 +1,20 @@
 """Op -> a differentiable PyTorch function.
 
-Each pass becomes a dispatcher op (torch.ops.kernel_bridge.<name>_forward and _backward), with one implementation for
-tensors on a CPU or a GPU and one for fake tensors. Over them stand two autograd.Functions: the backward pass is one of
-its own, so that vmap and a second derivative find something to hold on to. This form composes with torch.func,
-torch.compile and torch.export; an autograd formula registered with the dispatcher does not.
+Each pass is a dispatcher op (dispatch.py). Over them stand two autograd.Functions: the backward pass is one of its own,
+so that vmap and a second derivative find something to hold on to. This form composes with torch.func, torch.compile and
+torch.export; an autograd formula registered with the dispatcher does not.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from bridge.backends import choose
-from bridge.op import Call, Op
-from bridge.options import Choice, Flag, Integer, Real
+from bridge.op import Op
 from bridge.vmap import position, rule
 from torch_ops import loops
-from torch_ops.tensors import DTYPES, describe, prepared, run_compiled, run_interpreted
-
-_library = torch.library.Library("kernel_bridge", "DEF")
+from torch_ops.dispatch import define
 
 
 class _Binding:
@@ -27,7 +22,7 @@ class _Binding:
 
     def __init__(self, op: Op):
         self.op, self.function = op, op.function(partial(_call, op.name))
-        self.forward, self.backward = _define(op)
+        self.forward, self.backward = define(op)
         self.inputs, self.outputs = len(op.signature.inputs), len(op.signature.outputs)
         self.rest = self.inputs + len(op.options) + 1
         self.batches = [position(op.batch, i.dims) for i in op.signature.inputs]
@@ -138,76 +133,6 @@ class Backward(torch.autograd.Function):
         outside = [p for p, need in zip(bound.batches, needs, strict=True) if need]
         made, where = rule(torch, _each, bound.op.batch, apply, info.batch_size, tensor_axes, tensors, inside, outside)
         return tuple(made), tuple(where)
-
-
-def _define(op: Op) -> tuple[Callable[..., list[torch.Tensor]], Callable[..., list[torch.Tensor]]]:
-    """The two dispatcher ops."""
-    n, k = len(op.signature.inputs), len(op.options)
-    arrays = ", ".join(f"Tensor{'?' if i.optional else ''} {i.name}" for i in op.signature.inputs)
-    options = "".join(f"{_schema(option)} {name}, " for name, option in op.options.items())
-
-    def split(args: Sequence[Any]) -> tuple[Sequence[Any], Call, str, torch.device]:
-        """Inputs, the checked call, the backend and the device from inputs, options and backend."""
-        given = [describe(x) for x in args[:n]]
-        call = op.call(given, args[n : n + k])
-        device = next(x.device for x in args[:n] if x is not None)
-        return args[:n], call, choose(op.name, args[n + k], device.type == "cuda")[0], device
-
-    def results(call: Call, save: bool, backend: str):
-        """The further arrays are for the kernels; a loop saves nothing, and hands empty ones on."""
-        made = op.results(call, save)
-        return [a.shape if name in call.outputs or backend != "reference" else (0,) for name, a in made.items()], [
-            DTYPES[a.dtype] for a in made.values()
-        ]
-
-    def run(plan, backend, arrays, device):
-        return run_interpreted(plan, arrays) if backend == "interpret" else run_compiled(plan, arrays, device)
-
-    def forward(*args):
-        inputs, call, backend, device = split(args[:-1])
-        if backend == "reference":
-            made = loops.run(op, inputs, args[n : n + k])
-            shapes, dtypes = results(call, args[-1], backend)
-            empty = [torch.empty(s, dtype=t, device=device) for s, t in zip(shapes[len(made) :], dtypes[len(made) :], strict=True)]
-            return [*(torch.clone(m) if any(m is x for x in inputs) else m for m in made), *empty]
-        arrays = dict(zip(call.given, map(prepared, inputs), strict=True))
-        return run(op.forward_plan(call, args[-1]), backend, arrays, device)
-
-    def forward_fake(*args):
-        _, call, backend, device = split(args[:-1])
-        return [torch.empty(s, dtype=t, device=device) for s, t in zip(*results(call, args[-1], backend), strict=True)]
-
-    def backward(*args):
-        *args, needs, saved, cotangents = args
-        inputs, call, backend, device = split(args)
-        if backend == "reference" or op.backward is None:
-            return list(loops.gradients(op, inputs, args[n : n + k], cotangents, needs))
-        arrays = dict(zip(call.given, map(prepared, inputs), strict=True))
-        arrays |= zip(op.saves(call.options), saved, strict=True)
-        arrays |= zip((f"d{o.name}" for o in op.signature.outputs), map(prepared, cotangents), strict=True)
-        needed = tuple(name for name, need in zip(call.given, needs, strict=True) if need)
-        return run(op.backward_plan(call, needed), backend, arrays, device)
-
-    def backward_fake(*args):
-        return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x, need in zip(args[:n], args[-3], strict=True) if need]
-
-    return (
-        _op(f"{op.name}_forward", f"({arrays}, {options}str? backend, bool save) -> Tensor[]", forward, forward_fake),
-        _op(f"{op.name}_backward", f"({arrays}, {options}str? backend, bool[] needs, Tensor[] saved, Tensor[] cotangents) -> Tensor[]", backward, backward_fake),
-    )  # fmt: skip
-
-
-def _op(name: str, schema: str, implementation: Callable, fake: Callable) -> Callable[..., list[torch.Tensor]]:
-    _library.define(name + schema)
-    for key in ("CPU", "CUDA"):
-        _library.impl(name, implementation, key)
-    torch.library.register_fake(f"kernel_bridge::{name}", fake, lib=_library)
-    return getattr(torch.ops.kernel_bridge, name).default
-
-
-def _schema(option) -> str:
-    kind = {Flag: "bool", Integer: "int", Real: "float", Choice: "str"}[type(option)]
-    return kind + ("?" if option.default is None else "")
 
 
 def _each(function, slices):

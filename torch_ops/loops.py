@@ -32,13 +32,17 @@ def scan(step, carry, xs):
         _, out = step(carry, tuple(x.new_zeros((x.shape[0], *x.shape[2:])) for x in xs))
         return carry, out.unsqueeze(1)[:, :0]
     stretch = math.isqrt(steps - 1) + 1
-    recompute = torch.is_grad_enabled() and torch._C._autograd._saved_tensors_hooks_is_enabled()
+    recompute = torch.is_grad_enabled() and _hooks_allowed()
     pieces = []
     for start in range(0, steps, stretch):
         now = [x[:, start : start + stretch] for x in xs]
         carry, out = checkpoint(_steps, step, carry, now, use_reentrant=False) if recompute else _steps(step, carry, now)
         pieces.append(out)
     return carry, torch.cat(pieces, 1)
+
+
+def _hooks_allowed() -> bool:
+    return torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
 
 
 def _steps(step, carry, xs):
@@ -60,13 +64,13 @@ def gradients(op: Op, inputs, options, cotangents, needs) -> tuple[torch.Tensor,
     """The gradients of the inputs that `needs` marks, by the loop. Not differentiable."""
     with torch.enable_grad():
         leaves = [x if x is None else x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
-        wanted = [x for x, need in zip(leaves, needs, strict=True) if need]
+        wanted = [x for x, need in zip(leaves, needs, strict=True) if need and x is not None]
         own = _own_gradients(op, leaves, options, cotangents)
         if own is not None:
             return tuple(g.detach() for g, need in zip(own, needs, strict=True) if need)
         outputs = [(o, c) for o, c in zip(run(op, leaves, options), cotangents, strict=True) if o.requires_grad]
         if not outputs:  # a loop over nothing
-            return tuple(map(torch.zeros_like, wanted))
+            return tuple(torch.zeros_like(x) for x in wanted)
         results, given = zip(*outputs, strict=True)
         return torch.autograd.grad(results, wanted, given, allow_unused=True, materialize_grads=True)
 
@@ -75,24 +79,23 @@ def second_gradients(op: Op, inputs, options, cotangents, needs, seconds):
     """The gradients of <gradients, seconds> with respect to inputs and cotangents. Differentiable again."""
     present = [i for i, x in enumerate(inputs) if x is not None]
 
+    def place(values) -> list:
+        """The inputs, with `values` for those that are there."""
+        placed = [None] * len(inputs)
+        for i, value in zip(present, values, strict=True):
+            placed[i] = value
+        return placed
+
     def first(*values):
-        filled = list(inputs)
-        for i, value in zip(present, values, strict=False):
-            filled[i] = value
-        given = values[len(present) :]
-        found = _own_gradients(op, filled, options, given)
+        values, given = values[: len(present)], values[len(present) :]
+        found = _own_gradients(op, place(values), options, given)
         if found is None:
-            _, pull = torch.func.vjp(
-                lambda *some: run(op, [some[present.index(i)] if i in present else None for i in range(len(inputs))], options),
-                *values[: len(present)],
-            )
-            pulled = iter(pull(given))
-            found = [None if x is None else next(pulled) for x in inputs]
+            found = place(torch.func.vjp(lambda *values: run(op, place(values), options), *values)[1](given))
         return tuple(g for g, need in zip(found, needs, strict=True) if need)
 
-    _, pull = torch.func.vjp(first, *(inputs[i] for i in present), *cotangents)
-    pulled = iter(pull(tuple(seconds)))
-    return [None if x is None else next(pulled) for x in inputs], list(pulled)
+    pull = torch.func.vjp(first, *(inputs[i] for i in present), *cotangents)[1]
+    pulled = pull(tuple(seconds))
+    return place(pulled[: len(present)]), list(pulled[len(present) :])
 
 
 def widen(x: torch.Tensor | None) -> torch.Tensor | None:

@@ -97,7 +97,7 @@ def forward(call: Call, save: bool) -> Plan:
 
 
 def backward(call: Call, needs: tuple[str, ...]) -> Plan:
-    layout, iters, outputs = Layout.of(call, BACKWARD), call.options["iters"], {"dlogits": call.given["logits"]}
+    layout, iters, outputs = Layout.of(call, BACKWARD), call.options["iters"], {"dlogits": call.outputs["R"]}
     if call.options["gradient"] == "unrolled":
         launch = layout.launch(kernels.unrolled, ("logits", "dR"), iters, outputs, H=segment(iters), **loop(call))
     else:

@@ -50,7 +50,7 @@ def implicit(xp, R, dR):
     """
     n = R.shape[-1]
     share = R / rows(R)
-    W, F = 0.0, 0.0
+    W, F = xp.zeros_like(R), xp.zeros_like(R)
     for i in range(n):
         q = share[..., i, :, None] * R[..., i, None, :]
         W = W + q
@@ -69,7 +69,7 @@ def implicit(xp, R, dR):
     for ws, fs in reversed(stars):
         potentials.insert(0, xp.sum(ws * xp.stack(potentials, -1) + fs, -1))
     v = xp.stack(potentials, -1)[..., None, :]
-    dM = 0.0
+    dM = xp.zeros_like(R)
     for k in range(n):
         dM = dM + share * R[..., k, None] * ((dR - dR[..., k, None]) - (v - v[..., k, None]))
     return dM
