@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rich.console import Console
@@ -11,8 +12,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bridge import info, parity
+from bridge.case import Case
 from bridge.frontend import MODULES, installed, load
 from bridge.language import INTERPRETING
+from bridge.op import Op
 from bridge.ops import ops
 
 
@@ -45,16 +48,22 @@ def run_parity(options: argparse.Namespace, console: Console) -> int:
     if not INTERPRETING and "TRITON_INTERPRET" not in os.environ and not any(f.gpu for f in frontends):
         # Kernels can only be interpreted here, and Triton decides on that when it is imported: start over.
         arguments = [sys.executable, "-m", "bridge", *sys.argv[1:]]
-        os.execve(sys.executable, arguments, {**os.environ, "TRITON_INTERPRET": "1"})
+        os.execve(sys.executable, arguments, {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", **os.environ, "TRITON_INTERPRET": "1"})
     jobs = [job for job in parity.jobs() if options.op in (None, job[0].name) and options.dtype in (None, job[2])]
     findings: list[parity.Finding] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(jobs))
-        for op, case, dtype in jobs:
-            progress.update(task, description=f"{op.name}, {case.name}, {dtype}")
-            findings += parity.check(op, case, dtype, frontends, options.seed)
-            progress.advance(task)
+
+        def run(job: tuple[Op, Case, str]) -> list[parity.Finding]:
+            done = list(parity.check(*job, frontends, options.seed))
+            progress.update(task, description=f"{job[0].name}, {job[1].name}, {job[2]}", advance=1)
+            return done
+
+        # Most of the time goes into compilers, which let other threads run.
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+            for more in pool.map(run, jobs):
+                findings += more
     for name in dict.fromkeys(f.op for f in findings):
         console.print(error_table(name, [f for f in findings if isinstance(f, parity.Row) and f.op == name], options.all))
     agreements = [f for f in findings if isinstance(f, parity.Agreement)]

@@ -67,6 +67,17 @@ def softplus(x):
 
 
 @triton.jit
+def sum_products(products, inside, axis: tl.constexpr):
+    """The sum of products over an axis, of those inside; the same bits in every lane that holds a copy of it.
+
+    Lanes add up in pairs. Left alone, the compiler fuses a lane's own product with the sum of the pair, so that each of the
+    two rounds the other's product and not its own: their copies differ in the last bit, and which of them is stored is
+    chance. What stands between product and sum here keeps them apart.
+    """
+    return tl.sum(tl.where(inside, products, 0.0), axis=axis)
+
+
+@triton.jit
 def sum_leading(source, count, size, total, BLOCK: tl.constexpr):
     """total[i] = source[0, i] + source[1, i] + ..., in this order. source: count x size."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -57,9 +57,9 @@ class Op:
     `backward`, gradients go through the reference.
 
     reference(xp, scan, *inputs, **options) is the loop that defines the op; it returns a tuple of the outputs. `xp` has
-    exp, sum, where, ... as in the array API standard, besides zeros(shape, like) and stop_gradient(x);
-    scan(step, carry, xs) runs step(carry, now) -> (carry, out) over the second axis of each of `xs` and stacks the outs
-    along their second axis.
+    exp, sum, where, ... as in the array API standard, besides zeros(shape, like), stop_gradient(x) and
+    repeat(count, step, x), which is x after `count` times x = step(x). scan(step, carry, xs) runs
+    step(carry, now) -> (carry, out) over the second axis of each of `xs`, and stacks the outs along their second axis.
 
     reference_backward(xp, scan, inputs, cotangents, **options) is for an op whose gradient is not the derivative of its
     loop: it returns the gradients of the inputs, or None where the derivative of the loop is meant after all.

@@ -16,11 +16,18 @@ def varying_like(x: jax.Array, like: jax.Array) -> jax.Array:
     return jax.lax.pcast(x, axes, to="varying") if axes else x
 
 
+def _repeat(count: int, step, x):
+    return jax.lax.scan(lambda x, _: (step(x), None), x, length=count)[0]
+
+
+FUNCTIONS = ["abs", "cumsum", "exp", "log", "logaddexp", "ones_like", "sqrt", "sum", "swapaxes", "where", "zeros_like"]
+
 xp = SimpleNamespace(
-    **{name: getattr(jnp, name) for name in ("abs", "exp", "log", "logaddexp", "ones_like", "sqrt", "stack", "sum", "where", "zeros_like")},
+    **{name: getattr(jnp, name) for name in FUNCTIONS},
     max=jnp.max,
-    zeros=lambda shape, like: varying_like(jnp.zeros(shape, like.dtype), like),
+    repeat=_repeat,
     stop_gradient=jax.lax.stop_gradient,
+    zeros=lambda shape, like: varying_like(jnp.zeros(shape, like.dtype), like),
 )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 # Without a GPU kernels run in Triton's interpreter, which decides on that when it is imported.
 if not any(Path("/dev").glob("nvidia[0-9]*")):
     os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # small programs, each run a few times
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 

@@ -10,14 +10,21 @@ from bridge.dtypes import wide
 from bridge.op import Op
 from torch_ops.tensors import DTYPES, NAMES
 
+
+def _repeat(count: int, step, x):
+    for _ in range(count):
+        x = step(x)
+    return x
+
+
+FUNCTIONS = ["abs", "cumsum", "exp", "log", "logaddexp", "ones_like", "sqrt", "sum", "swapaxes", "where", "zeros_like"]
+
 xp = SimpleNamespace(
-    **{
-        name: getattr(torch, name)
-        for name in ("abs", "exp", "log", "logaddexp", "ones_like", "sqrt", "stack", "sum", "where", "zeros_like")
-    },
+    **{name: getattr(torch, name) for name in FUNCTIONS},
     max=torch.amax,
-    zeros=lambda shape, like: torch.zeros(shape, dtype=like.dtype, device=like.device),
+    repeat=_repeat,
     stop_gradient=torch.Tensor.detach,
+    zeros=lambda shape, like: torch.zeros(shape, dtype=like.dtype, device=like.device),
 )
 
 

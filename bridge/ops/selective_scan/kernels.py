@@ -16,7 +16,7 @@ states and carries pass through unchanged, and only stores need to know.
 import triton
 import triton.language as tl
 
-from bridge.language import LN2, LOG2E, rows, sigmoid, softplus
+from bridge.language import LN2, LOG2E, rows, sigmoid, softplus, sum_products
 
 
 @triton.jit
@@ -194,7 +194,7 @@ def scan(
             gate = rows(zs * sigmoid(zs), TILE, BD)
         for i in tl.static_range(TILE):
             h = tl.exp2(dt[i][None, :] * decay) * h + u[i][None, :] * Bt[i][:, None]
-            out = tl.sum(h * Ct[i][:, None], axis=0)
+            out = sum_products(h * Ct[i][:, None], square, 0)
             if HAS_D:
                 out += through[i]
             if HAS_Z:
@@ -342,7 +342,7 @@ def reverse(
             g = dp[i][None, :] * Ct[i][:, None] + carry
             carry = tl.exp2(dt[i][None, :] * decay) * g
             from_decay = carry * h[i]
-            du = tl.sum(g * Bt[i][:, None], axis=0)
+            du = sum_products(g * Bt[i][:, None], square, 0)
             if NEED_A:
                 sum_A += dt[i][None, :] * from_decay
             if NEED_X:
@@ -351,7 +351,7 @@ def reverse(
                     grad += skip * dp[i]
                 tl.store(dx + at, grad.to(dx.dtype.element_ty), mask=here)
             if NEED_DELTA or NEED_BIAS:
-                grad = (xt[i] * du + tl.sum(decay * from_decay, axis=0) * LN2) * slope[i]
+                grad = (xt[i] * du + sum_products(decay * from_decay, square, 0) * LN2) * slope[i]
                 if NEED_DELTA:
                     tl.store(ddelta + at, grad.to(ddelta.dtype.element_ty), mask=here)
                 if NEED_BIAS:
@@ -359,16 +359,16 @@ def reverse(
             if NEED_D:
                 sum_D += dp[i] * xt[i]
             if NEED_Z:
-                ungated = tl.sum(h[i + 1] * Ct[i][:, None], axis=0)
+                ungated = sum_products(h[i + 1] * Ct[i][:, None], square, 0)
                 if HAS_D:
                     ungated += skip * xt[i]
                 tl.store(dz + at, (gate_slope[i] * ungated).to(dz.dtype.element_ty), mask=here)
             at = ((block * batches + batch) * steps + first + i) * STATES + state
             there = state < tl.where(first + i < steps, STATES, 0)
             if NEED_B:
-                tl.store(dB + at, tl.sum(g * (dt[i] * xt[i])[None, :], axis=1), mask=there)
+                tl.store(dB + at, sum_products(g * (dt[i] * xt[i])[None, :], square, 1), mask=there)
             if NEED_C:
-                tl.store(dC + at, tl.sum(dp[i][None, :] * h[i + 1], axis=1), mask=there)
+                tl.store(dC + at, sum_products(dp[i][None, :] * h[i + 1], square, 1), mask=there)
     partial = batch * chunks + chunk
     if NEED_A:
         store_state(dA, partial, channel, sum_A, CHANNELS, STATES, BN)

@@ -23,15 +23,12 @@ def sinkhorn(xp, scan, logits, *, iters=20, eps=0.0, order="col_row", gradient="
         top = xp.stop_gradient(xp.max(x, axis))[expand]  # what is computed doesn't depend on it
         return x - add_eps(top + xp.log(xp.sum(xp.exp(x - top), axis)[expand]))
 
-    x = logits
     if order == "col_row":
-        for _ in range(iters):
-            x = divide(divide(x, -2), -1)
-    else:
-        top = xp.stop_gradient(xp.max(x, -1))[..., None]
-        x = add_eps(x - top - xp.log(rows(xp.exp(x - top))))
-        for i in range(iters):
-            x = divide(x if i == 0 else divide(x, -1), -2)
+        return (xp.exp(xp.repeat(iters, lambda x: divide(divide(x, -2), -1), logits)),)
+    top = xp.stop_gradient(xp.max(logits, -1))[..., None]
+    x = add_eps(logits - top - xp.log(rows(xp.exp(logits - top))))
+    if iters:
+        x = xp.repeat(iters - 1, lambda x: divide(divide(x, -1), -2), divide(x, -2))
     return (xp.exp(x),)
 
 
@@ -45,34 +42,50 @@ def sinkhorn_backward(xp, scan, inputs, cotangents, **options):
 def implicit(xp, R, dR):
     """R * (dR - u 1^T - 1 v^T), with u and v such that its row and column sums are 0.
 
-    The equations of v are those of a network of resistors between the columns. Its nodes are taken out one after another,
-    each replaced by conductances and sources between its neighbours (star to mesh).
+    The equations of v are those of a network of resistors between the columns: conductances W, and sources F. Its nodes are
+    taken out one after another, each replaced by conductances and sources between its neighbours (star to mesh).
     """
     n = R.shape[-1]
-    share = R / rows(R)
-    W, F = xp.zeros_like(R), xp.zeros_like(R)
-    for i in range(n):
-        q = share[..., i, :, None] * R[..., i, None, :]
-        W = W + q
-        F = F + q * (dR[..., i, :, None] - dR[..., i, None, :])
-    stars = []
-    for _ in range(n - 1):
-        w, f = W[..., 0, 1:], F[..., 0, 1:]
-        total = xp.sum(w, -1)[..., None]
+    k = xp.cumsum(xp.ones_like(R[..., :1, :]), -1) - 1  # 0, ..., n - 1 along a row
+    zero, share = xp.zeros_like(R), R / rows(R)
+
+    def turn(row):
+        return xp.swapaxes(row, -1, -2)
+
+    def row(x, p):
+        return columns(xp.where(turn(k) == p, x, zero))
+
+    def column(x, p):
+        return rows(xp.where(k == p, x, zero))
+
+    def connect(state):
+        i, W, F = state
+        g, q = row(dR, i), turn(row(share, i)) * row(R, i)
+        return i + 1, W + q, F + q * (turn(g) - g)
+
+    def eliminate(state):
+        p, W, F = state
+        w, f = xp.where(k > p, row(W, p), zero[..., :1, :]), xp.where(k > p, row(F, p), zero[..., :1, :])
+        total = rows(w)
         linked = total > 1e-37
         scale = xp.where(linked, 1 / xp.where(linked, total, xp.ones_like(total)), xp.zeros_like(total))
         ws, fs = w * scale, f * scale
-        stars.append((ws, fs))
-        W = W[..., 1:, 1:] + ws[..., :, None] * w[..., None, :]
-        F = F[..., 1:, 1:] + (ws[..., :, None] * f[..., None, :] - fs[..., :, None] * w[..., None, :])
-    potentials = [xp.zeros_like(R[..., 0, 0])]
-    for ws, fs in reversed(stars):
-        potentials.insert(0, xp.sum(ws * xp.stack(potentials, -1) + fs, -1))
-    v = xp.stack(potentials, -1)[..., None, :]
-    dM = xp.zeros_like(R)
-    for k in range(n):
-        dM = dM + share * R[..., k, None] * ((dR - dR[..., k, None]) - (v - v[..., k, None]))
-    return dM
+        W, F = W + turn(ws) * w, F + turn(ws) * f - turn(fs) * w
+        return p + 1, xp.where(turn(k) == p, ws, W), xp.where(turn(k) == p, fs, F)
+
+    def substitute(state):
+        p, v = state
+        return p - 1, xp.where(k == p, rows(row(W, p) * v + row(F, p)), v)
+
+    def collect(state):
+        j, dM = state
+        return j + 1, dM + share * column(R, j) * ((dR - column(dR, j)) - (v - column(v, j)))
+
+    first = k[..., :1]
+    _, W, F = xp.repeat(n, connect, (first, zero, zero))
+    _, W, F = xp.repeat(n - 1, eliminate, (first, W, F))
+    _, v = xp.repeat(n - 1, substitute, (first + n - 2, zero[..., :1, :]))
+    return xp.repeat(n, collect, (first, zero))[1]
 
 
 def mhc_bwd(xp, scan, out, dout, *, cg_iters=None):
@@ -88,15 +101,18 @@ def mhc_bwd(xp, scan, out, dout, *, cg_iters=None):
     def product(a, b):
         return sum((x * y).sum((-2, -1))[..., None, None] for x, y in zip(a, b, strict=True))
 
-    scale = xp.stop_gradient(xp.max(xp.abs(dout), (-2, -1)))[..., None, None]  # squares of small gradients would vanish
-    E = out * divide(dout, scale + xp.zeros_like(dout))
-    x, residual = (xp.zeros_like(rows(E)), xp.zeros_like(columns(E))), (rows(E), columns(E))
-    direction, norm = residual, product(residual, residual)
-    for _ in range(cg_iters):
+    def step(state):
+        x, residual, direction, norm = state
         image = system(*direction)
         alpha = divide(norm, product(direction, image))
         x = tuple(a + alpha * b for a, b in zip(x, direction, strict=True))
         residual = tuple(a - alpha * b for a, b in zip(residual, image, strict=True))
         before, norm = norm, product(residual, residual)
         direction = tuple(a + divide(norm, before) * b for a, b in zip(residual, direction, strict=True))
+        return x, residual, direction, norm
+
+    scale = xp.stop_gradient(xp.max(xp.abs(dout), (-2, -1)))[..., None, None]  # squares of small gradients would vanish
+    E = out * divide(dout, scale + xp.zeros_like(dout))
+    start, residual = (xp.zeros_like(rows(E)), xp.zeros_like(columns(E))), (rows(E), columns(E))
+    x, *_ = xp.repeat(cg_iters, step, (start, residual, residual, product(residual, residual)))
     return ((E - out * (x[0] + x[1])) * scale,)
