@@ -8,31 +8,34 @@ PYTHON ?= python3
 PYTHON312 ?= $(firstword $(foreach p,$(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12) $(shell command -v python3.12 2>/dev/null),$(if $(shell $(p) -c 'print(1)' 2>/dev/null),$(p))))
 PIP := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 JOBS ?= 2
+COMMA := ,
+GPU := $(wildcard /dev/nvidia0)
+EXTRAS := $(if $(GPU),cuda,torch$(COMMA)jax)
 
 .PHONY: parity test test-main test-jax lint clean
 
 parity: .venv/done
 	.venv/bin/python -m bridge parity
 
-test: test-main $(if $(PYTHON312),test-jax)
+test: test-main $(if $(GPU),,$(if $(PYTHON312),test-jax))
 
 test-main: .venv/done
 	.venv/bin/python -m pytest -n $(JOBS)
 
 test-jax: .venv-jax/done
-	.venv-jax/bin/python -m pytest -n $(JOBS) -m "not cli"
+	.venv-jax/bin/python -m pytest -n $(JOBS)
 
 lint: .venv/done
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 
-# The plugin lets kernels be compiled for a GPU where there is none. Without its companion it does nothing else, so its
-# dependencies stay out.
+# Without a GPU, JAX's plugin lets kernels be compiled for one all the same. Without its companion it does nothing else, so
+# its dependencies stay out.
 .venv/done: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	.venv/bin/python $(PIP) -e '.[torch,jax,dev]' jax-triton
-	.venv/bin/python $(PIP) --no-deps jax-cuda13-plugin
+	.venv/bin/python $(PIP) -e '.[$(EXTRAS),dev]' jax-triton
+	$(if $(GPU),,.venv/bin/python $(PIP) --no-deps jax-cuda13-plugin)
 	touch $@
 
 .venv-jax/done: pyproject.toml constraints.txt

@@ -62,7 +62,8 @@ def same_bits(frontend: Frontend, one: Mapping[str, Any], other: Mapping[str, An
 
 def python(*arguments: str, env: Mapping[str, str] | None = None, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     """Run this Python in a process of its own. An empty value in `env` takes the variable away."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
+    path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    environment = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), **(env or {})}
     environment = {name: value for name, value in environment.items() if value}
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=timeout, cwd=ROOT, check=False

@@ -1,7 +1,7 @@
 """Compiles every kernel of the ops' cases without a GPU, for the GPUs named on the command line (80, 90, 100).
 
 A program of its own: kernels can't be compiled in a process that interprets them. Prints one line of JSON a kernel:
-its name, the GPU, registers, spilled bytes and seconds.
+its name, the GPU, registers, bytes of stack, sums of pairs of lanes that a product was fused into, and seconds.
 """
 
 import json
@@ -69,6 +69,13 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def fused_pairs(ptx: str) -> int:
+    """How often a product is fused with a value that came from another lane: then two lanes round one sum differently."""
+    shuffled = set(re.findall(r"shfl\.sync\S*\s+(%r\d+)", ptx))
+    shuffled |= {to for to, source in re.findall(r"mov\.b32\s+(%[fr]\d+),\s*(%[rf]\d+);", ptx) if source in shuffled}
+    return sum(addend in shuffled for addend in re.findall(r"fma\.rn\.f32\s+%\w+,\s*%\w+,\s*%\w+,\s*(%\w+);", ptx))
+
+
 def main(targets: list[int], dtypes: list[str], names: list[str]) -> None:
     seen = set()
     for op in (ops[name] for name in names or ops):
@@ -96,6 +103,7 @@ def main(targets: list[int], dtypes: list[str], names: list[str]) -> None:
                                         "dtype": dtype,
                                         "target": target,
                                         "registers": registers,
+                                        "fused": fused_pairs(compiled.asm["ptx"]),
                                         "stack": stack,
                                         "seconds": seconds,
                                     }

@@ -15,7 +15,7 @@ from hypothesis import settings
 
 from bridge import interpret
 
-settings.register_profile("here", deadline=None, print_blob=True)
+settings.register_profile("here", deadline=None, print_blob=True, derandomize="CI" in os.environ)
 settings.load_profile("here")
 
 

@@ -29,7 +29,11 @@ def test_random_scans(frontend):
     @settings(max_examples=EXAMPLES[frontend.name])
     @given(case=scan_calls(), dtype=st.sampled_from(list(BOUNDS)), seed=st.integers(0, 1000))
     def check(case, dtype, seed):
-        assert_within(compare(frontend, ops["selective_scan"], case, dtype, KERNELS, seed), BOUNDS[dtype] * 2)
+        found = compare(frontend, ops["selective_scan"], case, dtype, KERNELS, seed)
+        # Of one or a few channels, a sum over batch and time can cancel to far less than its terms.
+        sums = {name: found.pop(name) for name in ("dA", "dD", "ddelta_bias") if name in found}
+        assert_within(found, BOUNDS[dtype] * 2)
+        assert_within(sums, BOUNDS[dtype] * 20)
 
     check()
 

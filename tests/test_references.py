@@ -1,0 +1,119 @@
+"""The references against loops written another way, in numpy: the truth that all else is checked against."""
+
+import importlib
+
+import numpy as np
+import pytest
+from bridge import ops
+from common import FRONTENDS, arrays, by_name
+
+EXACT = {"rtol": 1e-12, "atol": 1e-13}
+
+
+def selective_scan(x, delta, A, B, C, D=None, z=None, delta_bias=None, initial_state=None, *, delta_softplus=False):
+    b, t, d = x.shape
+    h = np.zeros((b, d, A.shape[1])) if initial_state is None else initial_state.copy()
+    y = np.zeros_like(x)
+    for i in range(b):
+        for s in range(t):
+            for c in range(d):
+                dt = delta[i, s, c] + (0 if delta_bias is None else delta_bias[c])
+                if delta_softplus:
+                    dt = np.log1p(np.exp(dt))
+                h[i, c] = np.exp(dt * A[c]) * h[i, c] + dt * B[i, s] * x[i, s, c]
+                y[i, s, c] = h[i, c] @ C[i, s]
+                if D is not None:
+                    y[i, s, c] += D[c] * x[i, s, c]
+                if z is not None:
+                    y[i, s, c] *= z[i, s, c] / (1 + np.exp(-z[i, s, c]))
+    return y, h
+
+
+def sinkhorn(logits, *, iters=20, eps=0.0, order="col_row", gradient="unrolled"):
+    if order == "col_row":
+        R = np.exp(logits)
+        for _ in range(iters):
+            R = R / (R.sum(-2, keepdims=True) + eps)
+            R = R / (R.sum(-1, keepdims=True) + eps)
+        return (R,)
+    R = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True) + eps
+    for i in range(iters):
+        if i:
+            R = R / (R.sum(-1, keepdims=True) + eps)
+        R = R / (R.sum(-2, keepdims=True) + eps)
+    return (R,)
+
+
+def mhc_bwd(out, dout, *, cg_iters=None):
+    n = out.shape[-1]
+    results = []
+    for R, G in zip(out.reshape(-1, n, n), dout.reshape(-1, n, n), strict=True):
+        E = R * G
+        system = np.block([[np.diag(R.sum(1)), R], [R.T, np.diag(R.sum(0))]])
+        right = np.concatenate([E.sum(1), E.sum(0)])
+        if cg_iters is None:
+            solution = np.linalg.lstsq(system, right, rcond=1e-13)[0]
+        else:
+            solution, residual = np.zeros(2 * n), right.copy()
+            direction = residual.copy()
+            for _ in range(cg_iters):
+                alpha = residual @ residual / (direction @ system @ direction)
+                solution += alpha * direction
+                new = residual - alpha * system @ direction
+                direction = new + new @ new / (residual @ residual) * direction
+                residual = new
+        results.append(E - R * (solution[:n, None] + solution[None, n:]))
+    return (np.reshape(results, out.shape),)
+
+
+PLAIN = {"selective_scan": selective_scan, "sinkhorn": sinkhorn, "mhc_bwd": mhc_bwd}
+JOBS = [(op, case) for op in ops.values() for case in op.cases]
+
+
+def test_every_op_has_a_plain_loop():
+    assert set(PLAIN) == set(ops)
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS, ids=by_name)
+@pytest.mark.parametrize(("op", "case"), JOBS, ids=by_name)
+def test_reference(op, case, frontend):
+    flags = {f"return_{o.name}": True for o in op.signature.outputs if o.optional}
+    found = frontend.reference(op)(**arrays(frontend, case, "float64"), **case.options, **flags)
+    found = found if isinstance(found, tuple) else (found,)
+    for one, other in zip(found, PLAIN[op.name](**case.inputs(), **case.options), strict=True):
+        np.testing.assert_allclose(frontend.numpy(one), other, **EXACT)
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS, ids=by_name)
+def test_references_have_the_names_of_the_ops(frontend):
+    package = importlib.import_module(f"{frontend.name}_ops")
+    for name in ops:
+        assert getattr(package.reference, name).__name__ == name
+        assert getattr(package, name).__name__ == name
+        assert getattr(package, name).__doc__
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS, ids=by_name)
+def test_memory_of_the_reference(frontend):
+    """It trains in memory that grows with the square root of time: far below one state a step."""
+    code = f"""
+import resource, numpy as np
+from bridge import ops
+from bridge.frontend import load
+f, op = load({frontend.name!r}), ops["selective_scan"]
+b, t, d, n = 1, 4096, 64, 16
+rng = np.random.default_rng(0)
+make = lambda *s: f.array(rng.standard_normal(s), "float32")
+inputs = dict(x=make(b, t, d), delta=f.array(rng.random((b, t, d)), "float32"), A=f.array(-rng.random((d, n)), "float32"), B=make(b, t, n), C=make(b, t, n))
+small = {{k: v[:, :64] if v.ndim == 3 else v for k, v in inputs.items()}}
+f.run(op, small, {{}}, [make(b, 64, d), make(b, d, n)], "reference")
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+f.run(op, inputs, {{}}, [make(b, t, d), make(b, d, n)], "reference")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    from common import python
+
+    done = python("-c", code, env={"TRITON_INTERPRET": "", "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "-1"})
+    assert done.returncode == 0, done.stderr
+    states = 4096 * 64 * 16 * 4 / 1024  # KiB, one state a step; autodiff of a plain loop keeps several of them
+    assert int(done.stdout) < 4 * states
