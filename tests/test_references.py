@@ -4,8 +4,9 @@ import importlib
 
 import numpy as np
 import pytest
-from bridge import ops
 from common import FRONTENDS, arrays, by_name
+
+from bridge import ops
 
 EXACT = {"rtol": 1e-12, "atol": 1e-13}
 
@@ -104,7 +105,8 @@ f, op = load({frontend.name!r}), ops["selective_scan"]
 b, t, d, n = 1, 4096, 64, 16
 rng = np.random.default_rng(0)
 make = lambda *s: f.array(rng.standard_normal(s), "float32")
-inputs = dict(x=make(b, t, d), delta=f.array(rng.random((b, t, d)), "float32"), A=f.array(-rng.random((d, n)), "float32"), B=make(b, t, n), C=make(b, t, n))
+delta, A = f.array(rng.random((b, t, d)), "float32"), f.array(-rng.random((d, n)), "float32")
+inputs = dict(x=make(b, t, d), delta=delta, A=A, B=make(b, t, n), C=make(b, t, n))
 small = {{k: v[:, :64] if v.ndim == 3 else v for k, v in inputs.items()}}
 f.run(op, small, {{}}, [make(b, 64, d), make(b, d, n)], "reference")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

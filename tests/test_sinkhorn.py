@@ -4,10 +4,11 @@ import importlib
 
 import numpy as np
 import pytest
-from bridge import ops
 from common import BACKENDS, FRONTENDS, KERNELS, by_name
 from test_references import mhc_bwd as exact_implicit
 from test_references import sinkhorn as plain_sinkhorn
+
+from bridge import ops
 
 SINKHORN, MHC_BWD = ops["sinkhorn"], ops["mhc_bwd"]
 
