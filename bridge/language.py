@@ -77,7 +77,7 @@ def sum_products(products, inside, axis: tl.constexpr):
     return tl.sum(tl.where(inside, products, 0.0), axis=axis)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "size"])
 def sum_leading(source, count, size, total, BLOCK: tl.constexpr):
     """total[i] = source[0, i] + source[1, i] + ..., in this order. source: count x size."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -30,8 +30,9 @@ def test_random_scans(frontend):
     @given(case=scan_calls(), dtype=st.sampled_from(list(BOUNDS)), seed=st.integers(0, 1000))
     def check(case, dtype, seed):
         found = compare(frontend, ops["selective_scan"], case, dtype, KERNELS, seed)
-        # Of one or a few channels, a sum over batch and time can cancel to far less than its terms.
-        sums = {name: found.pop(name) for name in ("dA", "dD", "ddelta_bias") if name in found}
+        # Of one or a few channels, a sum over batch and time can cancel to far less than its terms; of few steps, others too.
+        some = case.sizes["b"] * case.sizes["t"] * min(case.sizes["d"], case.sizes["n"]) < 32
+        sums = {name: found.pop(name) for name in list(found) if some or name in ("dA", "dD", "ddelta_bias")}
         assert_within(found, BOUNDS[dtype] * 2)
         assert_within(sums, BOUNDS[dtype] * 20)
 
@@ -58,7 +59,11 @@ def test_random_sinkhorns(frontend):
     @settings(max_examples=EXAMPLES[frontend.name])
     @given(case=sinkhorn_calls(), dtype=st.sampled_from(list(BOUNDS)), seed=st.integers(0, 1000))
     def check(case, dtype, seed):
-        assert_within(compare(frontend, ops["sinkhorn"], case, dtype, KERNELS, seed), BOUNDS[dtype] * 2)
+        found = compare(frontend, ops["sinkhorn"], case, dtype, KERNELS, seed)
+        # R dR less its projections: of one small matrix, that can cancel to far less than its terms.
+        few = np.prod(case.sizes["..."]) * case.sizes["n"] ** 2 < 32
+        assert_within({"R": found["R"]}, BOUNDS[dtype])
+        assert_within({"dlogits": found["dlogits"]}, BOUNDS[dtype] * (100 if few else 4))
 
     check()
 

@@ -49,7 +49,8 @@ def scan(step, carry, xs):
 
 
 def _hooks_allowed() -> bool:
-    return torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    enabled = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+    return enabled and not torch._C._are_functorch_transforms_active()
 
 
 def _steps(step, carry, xs):
