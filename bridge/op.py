@@ -7,6 +7,7 @@ from typing import Any
 
 from bridge.backends import BACKENDS
 from bridge.case import Case
+from bridge.dtypes import FLOATS
 from bridge.options import Flag, Option
 from bridge.plan import Plan
 from bridge.signature import Array, Given, Signature, Sizes
@@ -105,8 +106,23 @@ class Op:
         scope: dict[str, Any] = {"call": call}
         exec(source, scope)
         function = scope[self.name]
-        function.__doc__ = self.doc
+        function.__doc__ = self.describe()
         return function
+
+    def describe(self) -> str:
+        """The docstring of the op's functions: what it computes, then its arguments and results in the signature's letters."""
+        lines = [self.doc.strip(), "", "Inputs, in one of " + ", ".join(FLOATS) + " (float64 not mixed with others):", ""]
+        for i in self.signature.inputs:
+            lines.append(f"    {i.name}: {' '.join(i.dims)}" + (", optional" if i.optional else ""))
+        lines += ["", "Options, by keyword:", ""]
+        lines += [f"    {name} = {option.default!r}{option.allowed}" for name, option in self.settings.items()]
+        lines += [f"    backend = None, or one of {', '.join(map(repr, BACKENDS))}", "", "Returns:", ""]
+        for o in self.signature.outputs:
+            dtype = f"float32 (float64 where {o.source} is)" if o.wide else f"the dtype of {o.source}"
+            lines.append(f"    {o.name}: {' '.join(o.dims)}, in {dtype}" + (f"; with return_{o.name}=True" if o.optional else ""))
+        limits = "".join(f" {d} can be {r[0]} to {r[-1]}." for d, r in self.limits.items())
+        lines += ["", "Raises TypeError for a wrong kind or dtype, ValueError for a wrong shape, size, value or device." + limits]
+        return "\n".join(lines) + "\n"
 
     def check_options(self, values: Sequence[Any], backend: str | None) -> tuple:
         """The options as plain values. Raises TypeError or ValueError for a bad one, and for an unknown backend."""

@@ -11,6 +11,11 @@ from typing import Any
 class Flag:
     default: bool = False
 
+    @property
+    def allowed(self) -> str:
+        """What it can be, in words, behind its default."""
+        return ", or True" if not self.default else ", or False"
+
     def check(self, where: str, value: Any) -> bool:
         if not isinstance(value, bool):
             raise TypeError(f"{where} must be True or False, got {value!r}")
@@ -21,6 +26,10 @@ class Flag:
 class Integer:
     default: int | None
     minimum: int = 0
+
+    @property
+    def allowed(self) -> str:
+        return f", an integer from {self.minimum} on"
 
     def check(self, where: str, value: Any) -> int | None:
         if value is None and self.default is None:
@@ -41,6 +50,10 @@ class Real:
     default: float
     minimum: float = 0.0
 
+    @property
+    def allowed(self) -> str:
+        return f", a number from {self.minimum} on"
+
     def check(self, where: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"{where} must be a real number, got {value!r}")
@@ -54,6 +67,10 @@ class Real:
 class Choice:
     default: str
     choices: tuple[str, ...]
+
+    @property
+    def allowed(self) -> str:
+        return f", one of {', '.join(map(repr, self.choices))}"
 
     def check(self, where: str, value: Any) -> str:
         if not isinstance(value, str):

@@ -11,6 +11,16 @@ from bridge.signature import Array
 FP_FUSION = True
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def power_of_two(size: int) -> int:
+    """The smallest power of two that is at least `size`, and at least 1."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
 @dataclass(frozen=True)
 class Launch:
     """One kernel. Its parameters stand in the order inputs, scalars, outputs, constants.

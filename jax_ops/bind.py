@@ -210,11 +210,5 @@ def _each(function, slices):
 def _equally_varying(inputs):
     """Inside shard_map: inputs that don't vary over a mesh axis that another varies over are made to, so that what flows
     back to them is summed over it."""
-    present = [x for x in inputs if x is not None]
-    axes = frozenset().union(*(jax.typeof(x).mat.varying for x in present))
-
-    def vary(x):
-        missing = tuple(axes - jax.typeof(x).mat.varying)
-        return jax.lax.pcast(x, missing, to="varying") if missing else x
-
-    return [x if x is None else vary(x) for x in inputs]
+    axes = loops.varying_axes(*(x for x in inputs if x is not None))
+    return [x if x is None else loops.vary(x, axes) for x in inputs]

@@ -10,10 +10,15 @@ from bridge.dtypes import wide
 from bridge.op import Op
 
 
-def varying_like(x: jax.Array, like: jax.Array) -> jax.Array:
-    """x, marked as varying over the mesh axes that `like` varies over inside shard_map."""
-    axes = tuple(jax.typeof(like).mat.varying - jax.typeof(x).mat.varying)
-    return jax.lax.pcast(x, axes, to="varying") if axes else x
+def varying_axes(*arrays: jax.Array) -> frozenset:
+    """The mesh axes that any of the arrays varies over, inside shard_map."""
+    return frozenset().union(*(jax.typeof(x).mat.varying for x in arrays))
+
+
+def vary(x: jax.Array, axes: frozenset) -> jax.Array:
+    """x, marked as varying over these mesh axes."""
+    missing = tuple(axes - varying_axes(x))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _repeat(count: int, step, x):
@@ -27,7 +32,7 @@ xp = SimpleNamespace(
     max=jnp.max,
     repeat=_repeat,
     stop_gradient=jax.lax.stop_gradient,
-    zeros=lambda shape, like: varying_like(jnp.zeros(shape, like.dtype), like),
+    zeros=lambda shape, like: vary(jnp.zeros(shape, like.dtype), varying_axes(like)),
 )
 
 

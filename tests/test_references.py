@@ -119,3 +119,13 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
     assert done.returncode == 0, done.stderr
     states = 4096 * 64 * 16 * 4 / 1024  # KiB, one state a step; autodiff of a plain loop keeps several of them
     assert int(done.stdout) < 4 * states
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS, ids=by_name)
+@pytest.mark.parametrize("op", list(ops.values()), ids=by_name)
+def test_the_docstring_names_everything(op, frontend):
+    text = frontend.function(op).__doc__
+    for argument in (*op.signature.inputs, *op.signature.outputs):
+        assert f"{argument.name}: {' '.join(argument.dims)}" in text
+    for name, option in op.settings.items():
+        assert f"{name} = {option.default!r}" in text

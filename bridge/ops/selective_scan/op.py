@@ -8,6 +8,7 @@
 exactly, B by Euler's rule.)
 """
 
+import math
 from dataclasses import dataclass
 
 from bridge.language import sum_leading
@@ -16,7 +17,7 @@ from bridge.ops.selective_scan import kernels
 from bridge.ops.selective_scan.cases import CASES
 from bridge.ops.selective_scan.reference import selective_scan as reference
 from bridge.options import Flag
-from bridge.plan import Launch, Plan
+from bridge.plan import Launch, Plan, cdiv, power_of_two
 from bridge.signature import Array, Signature
 
 SIGNATURE = """
@@ -27,15 +28,6 @@ SIGNATURE = """
 TILE = 8  # steps that are read, and taken backwards, together: their states fit the registers
 PROGRAMS = 2048  # about as many as a large GPU holds at once; time is cut until there are so many
 SHORTEST = 256  # steps in a chunk of time
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def power_of_two(size: int) -> int:
-    """The smallest power of two that is at least `size`, and at least 1."""
-    return 1 << max(size - 1, 0).bit_length()
 
 
 @dataclass(frozen=True)
@@ -113,15 +105,8 @@ class Passes:
         )  # fmt: skip
 
     def sum(self, source: str, count: int, name: str, result: Array) -> Launch:
-        size, block = size_of(result), 256
+        size, block = math.prod(result.shape), 256
         return Launch(sum_leading, cdiv(size, block), (source,), (count, size), {name: result}, {"BLOCK": block}, wide=self.wide)
-
-
-def size_of(array: Array) -> int:
-    size = 1
-    for s in array.shape:
-        size *= s
-    return size
 
 
 def saved(call: Call) -> dict[str, Array]:

@@ -28,16 +28,12 @@ from bridge.op import Call, Op
 from bridge.ops.sinkhorn import kernels, reference
 from bridge.ops.sinkhorn.cases import CASES, MHC_BWD_CASES
 from bridge.options import Choice, Integer, Real
-from bridge.plan import Launch, Plan
+from bridge.plan import Launch, Plan, cdiv, power_of_two
 from bridge.signature import ELLIPSIS, Array, Signature
 
 LIMITS = {"n": range(1, 65)}
 FORWARD, BACKWARD = 16, 8  # elements a lane; up to twice as many in a large matrix. Going back, u and v are kept besides
 SEGMENT = 8  # iterations whose u and v fit the registers; 64^8 is far from overflow
-
-
-def cdiv(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 @dataclass(frozen=True)
@@ -56,7 +52,7 @@ class Layout:
     @property
     def side(self) -> int:
         """The smallest power of two that is at least n."""
-        return 1 << (self.n - 1).bit_length()
+        return power_of_two(self.n)
 
     @property
     def matrices(self) -> int:
