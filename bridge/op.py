@@ -12,6 +12,9 @@ from bridge.options import Flag, Option
 from bridge.plan import Plan
 from bridge.signature import Array, Given, Signature, Sizes
 
+# What references may call on the array namespace, besides what the frontends add to it: torch and jax.numpy agree on these.
+FUNCTIONS = ["abs", "cumsum", "exp", "log", "logaddexp", "ones_like", "sqrt", "sum", "swapaxes", "where", "zeros_like"]
+
 
 @dataclass(frozen=True)
 class Call:
@@ -123,6 +126,10 @@ class Op:
         limits = "".join(f" {d} can be {r[0]} to {r[-1]}." for d, r in self.limits.items())
         lines += ["", "Raises TypeError for a wrong kind or dtype, ValueError for a wrong shape, size, value or device." + limits]
         return "\n".join(lines) + "\n"
+
+    def loop(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
+        """The reference as a function with this op's arguments and results; `run(op, arrays, options)` runs it."""
+        return self.function(lambda arrays, values, backend: self.returned(run(self, arrays, values[: len(self.options)]), values))
 
     def check_options(self, values: Sequence[Any], backend: str | None) -> tuple:
         """The options as plain values. Raises TypeError or ValueError for a bad one, and for an unknown backend."""

@@ -15,7 +15,7 @@ from bridge.options import Choice, Flag, Integer, Option, Real
 from bridge.plan import Plan
 from bridge.signature import Array
 from torch_ops import loops
-from torch_ops.tensors import DTYPES, describe, prepared, run_compiled, run_interpreted
+from torch_ops.tensors import describe, empty, prepared, run_compiled, run_interpreted
 
 Pass = Callable[..., list[torch.Tensor]]
 
@@ -46,11 +46,11 @@ def define(op: Op) -> tuple[Pass, Pass]:
         with torch.no_grad():
             outputs = [o.contiguous() for o in loops.run(op, inputs, args[n : n + k])]
         own = [o.clone() if any(o is x for x in inputs) else o for o in outputs]  # a dispatcher op must not return its input
-        return own + [_empty(a, device) for a in further(call, args[-1], backend)]
+        return own + [empty(a, device) for a in further(call, args[-1], backend)]
 
     def forward_fake(*args):
         _, call, backend, device = split(args[:-1])
-        return [_empty(a, device) for a in (*call.outputs.values(), *further(call, args[-1], backend))]
+        return [empty(a, device) for a in (*call.outputs.values(), *further(call, args[-1], backend))]
 
     def backward(*args):
         needs, saved, cotangents = args[-3:]
@@ -79,10 +79,6 @@ def define(op: Op) -> tuple[Pass, Pass]:
 
 def _run(plan: Plan, backend: str, arrays: dict[str, torch.Tensor | None], device: torch.device) -> list[torch.Tensor]:
     return run_interpreted(plan, arrays) if backend == "interpret" else run_compiled(plan, arrays, device)
-
-
-def _empty(array: Array, device: torch.device) -> torch.Tensor:
-    return torch.empty(array.shape, dtype=DTYPES[array.dtype], device=device)
 
 
 def _register(name: str, schema: str, implementation: Callable, fake: Callable) -> Pass:

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from bridge.dtypes import wide
-from bridge.op import Op
+from bridge.op import FUNCTIONS, Op
 from torch_ops.tensors import DTYPES, NAMES
 
 
@@ -16,8 +16,6 @@ def _repeat(count: int, step, x):
         x = step(x)
     return x
 
-
-FUNCTIONS = ["abs", "cumsum", "exp", "log", "logaddexp", "ones_like", "sqrt", "sum", "swapaxes", "where", "zeros_like"]
 
 xp = SimpleNamespace(
     **{name: getattr(torch, name) for name in FUNCTIONS},

@@ -14,7 +14,7 @@ from torch_ops import loops
 
 def function(op: Op) -> Callable[..., Any]:
     """The reference of an op with the op's own arguments and results."""
-    return op.function(lambda arrays, values, backend: op.returned(loops.run(op, arrays, values[: len(op.options)]), values))
+    return op.loop(loops.run)
 
 
 globals().update({name: function(op) for name, op in ops.items()})
