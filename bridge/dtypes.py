@@ -1,7 +1,8 @@
-"""Floating-point types by name, so that no framework is needed to speak of them."""
+"""Types of numbers by name, so that no framework is needed to speak of them."""
 
 SIZES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 FLOATS = tuple(SIZES)
+INTEGERS = ("int32", "int64")
 
 
 def wide(dtype: str) -> str:

@@ -30,7 +30,7 @@ class Frontend(Protocol):
         """An array of the framework, on the GPU where there is one."""
 
     def numpy(self, array: Any) -> np.ndarray:
-        """The values, in float64."""
+        """The values: integers as they are, all others in float64."""
 
     def bits(self, array: Any) -> np.ndarray:
         """The values as unsigned integers, to compare bit for bit."""

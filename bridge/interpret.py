@@ -1,18 +1,20 @@
 """The interpreter: runs a launch on numpy arrays in Triton's interpreter, without a GPU and without a framework.
 
-numpy has no bfloat16 of its own. Here an array of any dtype is its bits: a numpy array of float16, float32, float64,
-or of uint16 for bfloat16.
+numpy has no bfloat16 of its own. Here an array of any dtype is its bits: a numpy array of its own
+type, or of uint16 for bfloat16.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from bridge.plan import Launch
 from bridge.signature import Array
 
-STORAGE = {"float16": np.float16, "bfloat16": np.uint16, "float32": np.float32, "float64": np.float64}
+STORAGE: dict[str, type] = {
+    "float16": np.float16, "bfloat16": np.uint16, "float32": np.float32, "float64": np.float64, "int32": np.int32, "int64": np.int64
+}  # fmt: skip
 
 _lock = threading.Lock()  # Triton's interpreter keeps the running program's index in a global
 
@@ -21,9 +23,13 @@ def empty(array: Array) -> np.ndarray:
     return np.empty(array.shape, STORAGE[array.dtype])
 
 
-def execute(launch: Launch, inputs: Sequence[tuple[np.ndarray, str] | None]) -> list[np.ndarray]:
-    """Run one launch. Inputs are pairs of bits and dtype; the outputs are bits, of the dtypes that the launch names."""
-    outputs = [empty(array) for array in launch.outputs.values()]
+def execute(
+    launch: Launch, inputs: Sequence[tuple[np.ndarray, str] | None], buffers: Mapping[str, np.ndarray] | None = None
+) -> list[np.ndarray]:
+    """Run one launch. Inputs are pairs of bits and dtype; the outputs are bits, of the dtypes that the launch names. Those
+    named in `buffers` are written there."""
+    buffers = buffers or {}
+    outputs = [buffers[name] if name in buffers else empty(array) for name, array in launch.outputs.items()]
     if launch.grid:
         absent = (np.zeros(1, STORAGE[launch.wide]), launch.wide)
         pointers = [_Pointer(np.ascontiguousarray(bits), dtype) for bits, dtype in (i or absent for i in inputs)]

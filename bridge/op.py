@@ -1,19 +1,25 @@
 """An op: one declaration, from which each frontend makes a differentiable function."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any
+
+import numpy as np
 
 from bridge.backends import BACKENDS
 from bridge.case import Case
 from bridge.dtypes import FLOATS
 from bridge.options import Flag, Option
 from bridge.plan import Plan
-from bridge.signature import Array, Given, Signature, Sizes
+from bridge.signature import Argument, Array, Given, Shape, Signature, Sizes
+from bridge.vmap import Position, position
 
 # What references may call on the array namespace, besides what the frontends add to it: torch and jax.numpy agree on these.
-FUNCTIONS = ["abs", "cumsum", "exp", "log", "logaddexp", "ones_like", "sqrt", "sum", "swapaxes", "where", "zeros_like"]
+FUNCTIONS = """
+    abs all broadcast_to clip cumsum exp finfo log logaddexp ones_like reshape searchsorted sqrt sum swapaxes where zeros_like
+""".split()
 
 
 @dataclass(frozen=True)
@@ -30,11 +36,16 @@ class Call:
 
     @cached_property
     def sizes(self) -> Sizes:
-        return self.signature.sizes("", self.given)
+        return self.signature.sizes("", {name: array.shape for name, array in self.given.items() if array is not None})
 
     @cached_property
     def dtypes(self) -> dict[str, str]:
         return {name: array.dtype for name, array in self.given.items() if array is not None}
+
+    @cached_property
+    def floating(self) -> tuple[str, ...]:
+        """The inputs that are there and can have a gradient."""
+        return tuple(i.name for i in self.signature.inputs if i.floating and i.name in self.dtypes)
 
     @cached_property
     def options(self) -> dict[str, Any]:
@@ -43,7 +54,8 @@ class Call:
     @cached_property
     def outputs(self) -> dict[str, Array]:
         """Every output, optional ones too: a forward pass computes them all."""
-        return {o.name: Array(self.sizes.shape(o.dims), o.dtype(self.dtypes)) for o in self.signature.outputs}
+        sizes = self.sizes
+        return {o.name: Array(sizes.shape(sizes.forms[o.name]), o.dtype(self.dtypes)) for o in self.signature.outputs}
 
     def has(self, name: str) -> bool:
         return name in self.dtypes
@@ -61,15 +73,20 @@ class Op:
     `backward`, gradients go through the reference.
 
     reference(xp, scan, *inputs, **options) is the loop that defines the op; it returns a tuple of the outputs. `xp` has
-    exp, sum, where, ... as in the array API standard, besides zeros(shape, like), stop_gradient(x) and
-    repeat(count, step, x), which is x after `count` times x = step(x). scan(step, carry, xs) runs
+    exp, sum, where, ... as in the array API standard, besides zeros(shape, like), arange(count, like), stop_gradient(x),
+    put(x, i, rows), which is x with other rows at the indices i, and repeat(count, step, x), which is x after `count` times
+    x = step(x). scan(step, carry, xs) runs
     step(carry, now) -> (carry, out) over the second axis of each of `xs`, and stacks the outs along their second axis.
 
     reference_backward(xp, scan, inputs, cotangents, **options) is for an op whose gradient is not the derivative of its
     loop: it returns the gradients of the inputs, or None where the derivative of the loop is meant after all.
 
-    `limits` holds the sizes that a dimension can have, where not all are allowed. `batch` names the dimension over
-    which nothing but inputs without it is shared: vmap folds the mapped axis into it.
+    `limits` holds the sizes that a dimension can have, where not all are allowed. refuse(call) says what else is wrong with
+    the shapes of a call, and values[x](call, array) with the values of an integer input x, which is asked where they can be
+    read without waiting for a GPU; both give None where nothing is.
+
+    `batch` names the dimension over which nothing but inputs without it is shared: vmap folds the mapped axis into it.
+    Where the input named `packing` is given, several sequences share one batch, and there is nothing to fold into.
     """
 
     name: str
@@ -82,7 +99,10 @@ class Op:
     reference_backward: Callable[..., tuple | None] | None = None
     options: Mapping[str, Option] = field(default_factory=dict)
     limits: Mapping[str, range] = field(default_factory=dict)
+    refuse: Callable[[Call], str | None] = lambda call: None
+    values: Mapping[str, Callable[[Call, np.ndarray], str | None]] = field(default_factory=dict)
     batch: str | None = None
+    packing: str | None = None
     cases: tuple[Case, ...] = ()
     doc: str = ""
 
@@ -101,11 +121,11 @@ class Op:
         Its source is written out, as dataclasses does for __init__: a wrapper with *args would cost every call the
         work of binding them, and torch.compile could not look into it.
         """
-        inputs = ", ".join(i.name + ("=None" if i.optional else "") for i in self.signature.inputs)
+        inputs, behind = ([i.name + "=None" * i.optional for i in self.signature.inputs if i.keyword is k] for k in (False, True))
         values = ", ".join(i.name for i in self.signature.inputs)
-        options = "".join(f"{name}={option.default!r}, " for name, option in self.settings.items())
+        options = "".join(f"{name}={option.default!r}, " for name, option in self.settings.items()) + "".join(f"{b}, " for b in behind)
         chosen = "".join(f"{name}, " for name in self.settings)
-        source = f"def {self.name}({inputs}, *, {options}backend=None):\n    return call(({values},), ({chosen}), backend)\n"
+        source = f"def {self.name}({', '.join(inputs)}, *, {options}backend=None):\n    return call(({values},), ({chosen}), backend)\n"
         scope: dict[str, Any] = {"call": call}
         exec(source, scope)
         function = scope[self.name]
@@ -116,13 +136,14 @@ class Op:
         """The docstring of the op's functions: what it computes, then its arguments and results in the signature's letters."""
         lines = [self.doc.strip(), "", "Inputs, in one of " + ", ".join(FLOATS) + " (float64 not mixed with others):", ""]
         for i in self.signature.inputs:
-            lines.append(f"    {i.name}: {' '.join(i.dims)}" + (", optional" if i.optional else ""))
+            dtypes = "" if i.floating else f", in {' or '.join(i.dtypes)}"
+            lines.append(f"    {i.name}: {_forms(i)}{dtypes}" + ", optional" * i.optional + ", by keyword" * i.keyword)
         lines += ["", "Options, by keyword:", ""]
         lines += [f"    {name} = {option.default!r}{option.allowed}" for name, option in self.settings.items()]
         lines += [f"    backend = None, or one of {', '.join(map(repr, BACKENDS))}", "", "Returns:", ""]
         for o in self.signature.outputs:
             dtype = f"float32 (float64 where {o.source} is)" if o.wide else f"the dtype of {o.source}"
-            lines.append(f"    {o.name}: {' '.join(o.dims)}, in {dtype}" + (f"; with return_{o.name}=True" if o.optional else ""))
+            lines.append(f"    {o.name}: {_forms(o)}, in {dtype}" + (f"; with return_{o.name}=True" if o.optional else ""))
         limits = "".join(f" {d} can be {r[0]} to {r[-1]}." for d, r in self.limits.items())
         lines += ["", "Raises TypeError for a wrong kind or dtype, ValueError for a wrong shape, size, value or device." + limits]
         return "\n".join(lines) + "\n"
@@ -140,10 +161,33 @@ class Op:
         )
 
     def call(self, arrays: Sequence[Given | None], options: Sequence[Any]) -> Call:
-        """A call, checked. `options` are the values of `self.options`, in order. Raises what is wrong with the arrays."""
+        """A call, checked. `options` are the values of `self.options`, in order. Raises what is wrong with shapes and dtypes."""
         self.signature.check(self.name, dict(zip((i.name for i in self.signature.inputs), arrays, strict=True)), self.limits)
         plain = tuple(a and Array(a.shape, a.dtype) for a in arrays)
-        return Call(self.signature, plain, tuple(zip(self.options, options, strict=True)))
+        call = Call(self.signature, plain, tuple(zip(self.options, options, strict=True)))
+        wrong = self.refuse(call)
+        if wrong:
+            raise ValueError(f"{self.name}: {wrong}")
+        return call
+
+    def check_values(self, call: Call, arrays: Mapping[str, np.ndarray]) -> None:
+        """Raises ValueError for what is wrong with the values of integer inputs, by name."""
+        for name, array in arrays.items():
+            wrong = self.values[name](call, array)
+            if wrong:
+                raise ValueError(f"{self.name}: {name} {wrong}")
+
+    def batches(self, shapes: Mapping[str, Shape], times: int) -> tuple[list[Position], list[Position]]:
+        """Where the batch stands in each input and in each output, for inputs of these shapes; nowhere, if a batch `times` as
+        large would be read in another way."""
+        sizes = self.signature.sizes(self.name, shapes, self.limits)
+        batch = None if self.packing in shapes else self.batch
+        if batch in sizes:
+            larger = {name: tuple(n * times if dim == batch else n for dim, n in zip(sizes.forms[name], s)) for name, s in shapes.items()}
+            if self.signature.sizes(self.name, larger, self.limits).forms != sizes.forms:
+                batch = None
+        inputs, outputs = self.signature.inputs, self.signature.outputs
+        return [position(batch, sizes.forms.get(i.name, ())) for i in inputs], [position(batch, sizes.forms[o.name]) for o in outputs]
 
     def returned(self, outputs: Sequence[Any], settings: Sequence[Any]) -> Any:
         """What a call hands to its caller: the outputs that it asked for, bare where it is one."""
@@ -185,3 +229,12 @@ def _forward_plan(op: Op, call: Call, save: bool) -> Plan:
 def _backward_plan(op: Op, call: Call, needs: tuple[str, ...]) -> Plan:
     assert op.backward is not None
     return op.backward(call, needs)
+
+
+def _forms(argument: Argument) -> str:
+    """The dimensions of an argument in words."""
+    forms = [" ".join(form) for form in argument.forms]
+    either = re.search(r"(\w+)\|(\w+)", forms[0])
+    if either:
+        forms = [forms[0].replace(either[0], either[2]), f"{forms[0].replace(either[0], either[1])} where there is an {either[1]}"]
+    return ", or ".join(forms)

@@ -6,7 +6,7 @@ the same values. Two measures of the difference are reported: the relative norm 
 and max |a - b| / max |b|. Where two frontends ran the same kernels, their results are compared bit for bit.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,9 +15,9 @@ import numpy as np
 from bridge.case import Case
 from bridge.frontend import Frontend
 from bridge.language import INTERPRETING
-from bridge.op import Op
+from bridge.op import Call, Op
 from bridge.ops import ops
-from bridge.signature import Given
+from bridge.signature import Given, Input
 
 BOUNDS = {"float32": 2e-6, "bfloat16": 1e-2, "float16": 1e-2, "float64": 1e-12}
 
@@ -73,9 +73,9 @@ def check(op: Op, case: Case, dtype: str, frontends: list[Frontend], seed: int =
     """Run one job in every frontend."""
     values, ran = case.inputs(seed), dict[str, dict[str, dict[str, np.ndarray]]]()
     for frontend in frontends:
-        inputs = {name: frontend.array(value, dtype) for name, value in values.items()}
-        exact = {name: frontend.array(frontend.numpy(x), "float64") for name, x in inputs.items()}
-        cotangents = draw_cotangents(op, case, inputs, dtype, frontend, seed)
+        inputs = given(frontend, values, dtype)
+        exact = given(frontend, {name: frontend.numpy(x) for name, x in inputs.items()}, "float64")
+        cotangents = draw_cotangents(op, case, inputs, frontend, seed)
         exact_cotangents = [frontend.array(frontend.numpy(c), "float64") for c in cotangents]
         truth = named(op, *frontend.run_reference(op, exact, case.options, exact_cotangents))
         for backend in backends(frontend.gpu):
@@ -93,13 +93,28 @@ def check(op: Op, case: Case, dtype: str, frontends: list[Frontend], seed: int =
             yield Agreement(op.name, case.name, dtype, backend, tuple(results), differing)
 
 
-def draw_cotangents(op: Op, case: Case, inputs: dict[str, Any], dtype: str, frontend: Frontend, seed: int) -> list[Any]:
+def given(frontend: Frontend, values: Mapping[str, np.ndarray], dtype: str) -> dict[str, Any]:
+    """A framework's arrays of these values: integers as they are, all others in `dtype`."""
+    return {name: frontend.array(value, dtype if value.dtype.kind == "f" else value.dtype.name) for name, value in values.items()}
+
+
+def draw_cotangents(op: Op, case: Case, inputs: Mapping[str, Any], frontend: Frontend, seed: int) -> list[Any]:
     """Random, since a cotangent of ones hides mistakes (through sinkhorn its gradient is zero)."""
     rng = np.random.default_rng((seed, 1))
-    given = [None if i.name not in inputs else Given(tuple(inputs[i.name].shape), dtype, "") for i in op.signature.inputs]
-    options = [case.options.get(name, option.default) for name, option in op.options.items()]
-    outputs = op.call(given, options).outputs.values()
+    outputs = call_of(op, case, inputs).outputs.values()
     return [frontend.array(rng.standard_normal(o.shape), o.dtype) for o in outputs]
+
+
+def call_of(op: Op, case: Case, arrays: Mapping[str, Any], dtype: str | None = None) -> Call:
+    """The call of a case with arrays of any framework; with `dtype`, as if all that are floating-point had that one."""
+
+    def describe(i: Input) -> Given | None:
+        array = arrays.get(i.name)
+        if array is None:
+            return None
+        return Given(tuple(array.shape), dtype if dtype and i.floating else str(array.dtype).removeprefix("torch."))
+
+    return op.call([describe(i) for i in op.signature.inputs], [case.options.get(name, o.default) for name, o in op.options.items()])
 
 
 def named(op: Op, outputs: tuple, gradients: dict[str, Any]) -> dict[str, Any]:

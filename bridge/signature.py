@@ -1,30 +1,37 @@
-"""Signatures in named dimensions: what an op takes and returns, in one line of text.
+"""Signatures in named dimensions: what an op takes and returns, in one piece of text.
 
-    x: b t d, A: d n, initial_state?: b d n -> y: b t d like x, final_state?: b d n wide x
+    x: b t d, A: d n, B: b t n or d n, state?: s|b d n, *, cuts?: s+1 (int32 int64) -> y: b t d like x, last?: s|b d n wide x
 
-Before the arrow stand the inputs, behind it the outputs. A name marked `?` is optional: an optional input may be
-None, an optional output is returned where the call says `return_<name>=True`. `...` stands for any number of leading
-dimensions. An output has the dtype of the input that it is `like`, or the dtype that arithmetic on it is done in
-(`wide`: float32, and float64 for float64).
+Before the arrow stand the inputs, behind it the outputs; inputs behind `*` are passed by keyword. A name marked `?` is
+optional: an optional input may be None, an optional output is returned where the call says `return_<name>=True`. An
+input is floating-point unless its dtypes stand in parentheses. An output has the dtype of the input that it is `like`,
+or the dtype that arithmetic on it is done in (`wide`: float32, and float64 for float64).
+
+`...` stands for any number of leading dimensions, `s+1` for one more than s, `s|b` for s in a call with an argument that
+has an s, and else for b. Of several forms joined by `or`, a call means the one that has its number of dimensions; of
+several that do, the first that fits the sizes that other arguments set.
 
 A signature drives the checks of arguments and their messages, the shapes and dtypes of outputs, the rule for vmap and
 the random inputs of tests: nothing else in the project knows the shape of an argument.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from bridge.dtypes import FLOATS, wide
 
 ELLIPSIS = "..."
 
+Dims = tuple[str, ...]
+Shape = tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class Array:
     """The shape and dtype of an array."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str
 
 
@@ -36,14 +43,24 @@ class Given(Array):
 
 
 @dataclass(frozen=True)
-class Input:
+class Argument:
     name: str
-    dims: tuple[str, ...]
+    forms: tuple[Dims, ...]
     optional: bool
 
 
 @dataclass(frozen=True)
-class Output(Input):
+class Input(Argument):
+    dtypes: tuple[str, ...] = FLOATS
+    keyword: bool = False
+
+    @property
+    def floating(self) -> bool:
+        return self.dtypes == FLOATS
+
+
+@dataclass(frozen=True)
+class Output(Argument):
     source: str  # the input that decides on the dtype
     wide: bool
 
@@ -53,12 +70,15 @@ class Output(Input):
 
 
 class Sizes(dict[str, int]):
-    """Dimension name -> size. The dimensions behind an ellipsis are kept as `leading`."""
+    """Letter -> size. The dimensions behind an ellipsis are kept as `leading`, the forms that arguments and outputs have
+    in this call as `forms`."""
 
-    leading: tuple[int, ...] = ()
+    leading: Shape = ()
+    forms: dict[str, Dims]
 
-    def shape(self, dims: Sequence[str]) -> tuple[int, ...]:
-        return tuple(size for dim in dims for size in (self.leading if dim == ELLIPSIS else (self[dim],)))
+    def shape(self, dims: Dims) -> Shape:
+        """The shape of an array of these dimensions."""
+        return tuple(size for dim in dims for size in (self.leading if dim == ELLIPSIS else (self[_letter(dim)] + _more(dim),)))
 
 
 @dataclass(frozen=True)
@@ -72,7 +92,15 @@ class Signature:
         left, arrow, right = text.partition("->")
         if not arrow:
             raise ValueError(f"a signature needs '->' between inputs and outputs: {text!r}")
-        inputs = tuple(Input(*_argument(part)) for part in left.split(","))
+        inputs, keyword = [], False
+        for part in left.split(","):
+            if part.strip() == "*":
+                keyword = True
+                continue
+            found = re.fullmatch(r"([^()]+?)(?:\(([\w\s]+)\))?\s*", part, re.DOTALL)
+            if not found:
+                raise ValueError(f"not an argument in named dimensions: {part.strip()!r}")
+            inputs.append(Input(*_argument(found[1]), tuple(found[2].split()) if found[2] else FLOATS, keyword))
         outputs = []
         for part in right.split(","):
             found = re.fullmatch(r"(.+)\s(like|wide)\s+(\w+)\s*", part, re.DOTALL)
@@ -85,7 +113,7 @@ class Signature:
         names = [a.name for a in (*inputs, *outputs)]
         if len(set(names)) < len(names):
             raise ValueError(f"a name stands twice in {text!r}")
-        return cls(inputs, tuple(outputs))
+        return cls(tuple(inputs), tuple(outputs))
 
     def check(self, function: str, given: Mapping[str, Given | None], limits: Mapping[str, range] | None = None) -> Sizes:
         """The size of every dimension.
@@ -99,61 +127,96 @@ class Signature:
             if array is not None:
                 present.append((argument, array))
             elif not argument.optional:
-                raise TypeError(f"{function}: {argument.name} must be an array of shape {spell(argument.dims)}, got None")
+                raise TypeError(f"{function}: {argument.name} must be an array of shape {spell(argument.forms)}, got None")
         for argument, array in present:
-            if array.dtype not in FLOATS:
-                raise TypeError(f"{function}: {argument.name} must have one of the dtypes {', '.join(FLOATS)}, got {array.dtype}")
-        _agree(function, present, "float64 can't be mixed with other dtypes", lambda a: a.dtype == "float64", lambda a: a.dtype, TypeError)
+            if array.dtype not in argument.dtypes:
+                raise TypeError(f"{function}: {argument.name} must have one of the dtypes {', '.join(argument.dtypes)}, got {array.dtype}")
+        floating = [(argument, array) for argument, array in present if argument.floating]
+        _agree(function, floating, "float64 can't be mixed with other dtypes", lambda a: a.dtype == "float64", lambda a: a.dtype, TypeError)
         placed = [(argument, array) for argument, array in present if array.device]
         _agree(function, placed, "all arrays must be on one device", lambda a: a.device, lambda a: f"on {a.device}", ValueError)
-        return self.sizes(function, given, limits)
+        return self.sizes(function, {argument.name: array.shape for argument, array in present}, limits)
 
-    def sizes(self, function: str, given: Mapping[str, Array | None], limits: Mapping[str, range] | None = None) -> Sizes:
-        """The size of every dimension, from shapes alone. Raises ValueError where they don't fit."""
+    def sizes(self, function: str, shapes: Mapping[str, Shape], limits: Mapping[str, range] | None = None) -> Sizes:
+        """The size of every dimension, from the shapes of the inputs that are there. Raises ValueError where they don't fit."""
         sizes, setter, limits = Sizes(), dict[str, str](), limits or {}
-        for argument in self.inputs:
-            array = given.get(argument.name)
-            if array is None:
-                continue
-            shape, dims = list(array.shape), list(argument.dims)
-            want = f"{function}: {argument.name} must have shape {spell(dims)}"
-            if dims[:1] == [ELLIPSIS]:
-                trailing = len(dims) - 1
-                if len(shape) < trailing:
-                    raise ValueError(f"{want}, at least {trailing} dimensions, got {array.shape}")
-                leading = tuple(shape[: len(shape) - trailing])
-                if setter.setdefault(ELLIPSIS, argument.name) == argument.name:
-                    sizes.leading = leading
-                elif leading != sizes.leading:
-                    raise ValueError(f"{want} with ... = {sizes.leading} (set by {setter[ELLIPSIS]}), got {array.shape}")
-                shape, dims = shape[len(leading) :], dims[1:]
-            if len(shape) != len(dims):
-                raise ValueError(f"{want}, {len(dims)} dimensions, got {array.shape}")
-            for dim, size in zip(dims, shape, strict=True):
-                if dim not in sizes:
-                    sizes[dim], setter[dim] = size, argument.name
-                    if dim in limits and size not in limits[dim]:
-                        low, high = limits[dim][0], limits[dim][-1]
-                        raise ValueError(f"{want} with {low} <= {dim} <= {high}, got {array.shape}")
-                elif size != sizes[dim]:
-                    known = ", ".join(f"{k} = {sizes[k]} (set by {setter[k]})" for k in dict.fromkeys(dims) if k in sizes)
-                    raise ValueError(f"{want} with {known}, got {array.shape}")
+        letters = {_letter(dim) for i in self.inputs if i.name in shapes for form in i.forms for dim in form if "|" not in dim}
+        sizes.forms = {}
+        unsettled = []
+        for argument in (i for i in self.inputs if i.name in shapes):
+            shape = shapes[argument.name]
+            forms = [_resolve(form, letters) for form in argument.forms]
+            fitting = [form for form in forms if len(form) == len(shape) or form[:1] == (ELLIPSIS,)]
+            if not fitting:
+                count = f"{len(forms[0])} dimensions, " if len(forms) == 1 else ""
+                raise ValueError(f"{function}: {argument.name} must have shape {spell(forms)}, {count}got {shape}")
+            if len(fitting) > 1:
+                unsettled.append((argument.name, fitting))
+            else:
+                _match(function, argument.name, fitting[0], shape, sizes, setter, limits)
+        for name, forms in unsettled:
+            agreeing = [f for f in forms if all(sizes.get(_letter(d), n) == n for d, n in zip(f, shapes[name], strict=True))]
+            _match(function, name, (agreeing or forms)[0], shapes[name], sizes, setter, limits)
+        for output in self.outputs:
+            sizes.forms[output.name] = _resolve(output.forms[0], letters)
         return sizes
 
 
-def spell(dims: Sequence[str]) -> str:
-    return f"({' '.join(dims)})"
+def spell(forms: Sequence[Dims]) -> str:
+    *others, last = (f"({' '.join(form)})" for form in forms)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
-def _argument(text: str) -> tuple[str, tuple[str, ...], bool]:
-    found = re.fullmatch(r"\s*(\w+)(\??)\s*:((?:\s*(?:\w+|\.\.\.))+)\s*", text)
+def _match(function, name: str, dims: Dims, shape: Shape, sizes: Sizes, setter: dict[str, str], limits: Mapping[str, range]) -> None:
+    """Check a shape against the sizes known so far, and learn from it."""
+    sizes.forms[name] = dims
+    want = f"{function}: {name} must have shape {spell([dims])}"
+    got, rest = shape, dims
+    if dims[:1] == (ELLIPSIS,):
+        trailing = len(dims) - 1
+        if len(shape) < trailing:
+            raise ValueError(f"{want}, at least {trailing} dimensions, got {got}")
+        leading, shape, rest = shape[: len(shape) - trailing], shape[len(shape) - trailing :], dims[1:]
+        if setter.setdefault(ELLIPSIS, name) == name:
+            sizes.leading = leading
+        elif leading != sizes.leading:
+            raise ValueError(f"{want} with ... = {sizes.leading} (set by {setter[ELLIPSIS]}), got {got}")
+    for dim, size in zip(rest, shape, strict=True):
+        letter, size = _letter(dim), size - _more(dim)
+        if letter not in sizes:
+            allowed = limits.get(letter, range(1 << 62))
+            if size not in allowed:
+                bounds = f"{allowed[0]} <= {letter}" + (f" <= {allowed[-1]}" if letter in limits else "")
+                raise ValueError(f"{want} with {bounds}, got {got}")
+            sizes[letter], setter[letter] = size, name
+        elif size != sizes[letter]:
+            known = ", ".join(f"{k} = {sizes[k]} (set by {setter[k]})" for k in dict.fromkeys(map(_letter, dims)) if k in sizes)
+            raise ValueError(f"{want} with {known}, got {got}")
+
+
+def _resolve(dims: Dims, letters: Iterable[str]) -> Dims:
+    """The dimensions as they are in a call whose arguments have these letters."""
+    return tuple(next((d for d in dim.split("|") if d in letters), dim) for dim in dims)
+
+
+def _letter(dim: str) -> str:
+    return dim.partition("+")[0]
+
+
+def _more(dim: str) -> int:
+    return int(dim.partition("+")[2] or 0)
+
+
+def _argument(text: str) -> tuple[str, tuple[Dims, ...], bool]:
+    dim = r"(?:\.\.\.|\w+(?:\+\d+)?(?:\|\w+)?)"
+    found = re.fullmatch(rf"\s*(\w+)(\??)\s*:\s*({dim}(?:\s+{dim})*)\s*", text)
     if not found:
         raise ValueError(f"not an argument in named dimensions: {text.strip()!r}")
     name, optional, dims = found.groups()
-    dims = tuple(dims.split())
-    if ELLIPSIS in dims[1:]:
-        raise ValueError(f"'...' can only stand first: {text.strip()!r}")
-    return name, dims, bool(optional)
+    forms = tuple(tuple(form.split()) for form in re.split(r"\sor\s", dims))
+    if any(ELLIPSIS in form[1:] for form in forms) or (len(forms) > 1 and any(ELLIPSIS in form for form in forms)):
+        raise ValueError(f"'...' can only stand first, in the only form: {text.strip()!r}")
+    return name, forms, bool(optional)
 
 
 def _agree(function, present, rule, key, describe, error) -> None:

@@ -13,6 +13,11 @@ def position(batch: str | None, dims: Sequence[str]) -> Position:
     return dims.index(batch) if batch in dims else None
 
 
+def unmapped(shape: Sequence[int], axis: int | None) -> tuple[int, ...]:
+    """A shape without the mapped axis, as the mapped function sees it."""
+    return tuple(shape) if axis is None else (*shape[:axis], *shape[axis + 1 :])
+
+
 def rule(
     xp: ModuleType,
     each: Callable[[Callable[..., Sequence[Any]], Sequence[Any]], Sequence[Any]],

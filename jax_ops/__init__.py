@@ -11,6 +11,7 @@ from jax_ops import reference
 from jax_ops.bind import bind
 
 selective_scan = bind(_ops["selective_scan"])
+selective_scan_step = bind(_ops["selective_scan_step"])
 sinkhorn = bind(_ops["sinkhorn"])
 mhc_bwd = bind(_ops["mhc_bwd"])
 
@@ -20,4 +21,4 @@ def sinkhorn_forward(M, iters=20):
     return sinkhorn(M, iters=iters), jnp.exp(M)
 
 
-__all__ = ["bind", "mhc_bwd", "reference", "selective_scan", "sinkhorn", "sinkhorn_forward"]
+__all__ = ["bind", "mhc_bwd", "reference", "selective_scan", "selective_scan_step", "sinkhorn", "sinkhorn_forward"]

@@ -6,6 +6,7 @@ differentiated again, through the reference.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import dispatch
+from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
@@ -20,7 +22,7 @@ from jax.sharding import PartitionSpec
 from bridge.backends import choose
 from bridge.op import Call, Op
 from bridge.signature import Array, Given
-from bridge.vmap import position, rule
+from bridge.vmap import rule, unmapped
 from jax_ops import loops
 from jax_ops.launch import run_compiled, run_interpreted
 
@@ -48,29 +50,37 @@ def _bind(op: Op) -> Callable[..., Any]:
         results = run_forward(options, backend, save, inputs)
         return tuple(results[: len(op.output_names)]), op.kept(results, options) if save else []
 
-    def apply_forward(options, backend, save, *inputs):
+    def apply_forward(options, backend, save, *primals):
+        inputs = [p and p.value for p in primals]
+        needs = tuple(p is not None and p.perturbed for p in primals)
         # Itself and not the primitive, so that a second derivative finds a rule here too.
         outputs, kept = apply(options, backend, True, *inputs)
-        return (outputs, kept if save else []), (inputs, kept)
+        return (outputs, kept if save else []), (_Needs(needs), inputs, kept)
 
     def apply_backward(options, backend, save, residuals, cotangents):
-        return gradients(options, backend, *residuals, cotangents[0])
+        needs, inputs, kept = residuals
+        return tuple(gradients(options, backend, needs.inputs, inputs, kept, [_number(c) for c in cotangents[0]]))
 
-    @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-    def gradients(options, backend, inputs, kept, cotangents):
-        found = iter(run_backward(options, backend, inputs, kept, cotangents))
-        return tuple(None if x is None else next(found) for x in inputs)
+    @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+    def gradients(options, backend, needs, inputs, kept, cotangents):
+        found = iter(run_backward(options, backend, needs, inputs, kept, cotangents))
+        return [next(found) if need else None for need in needs]
 
-    def gradients_forward(options, backend, inputs, kept, cotangents):
-        return gradients(options, backend, inputs, kept, cotangents), (inputs, kept, cotangents)
+    def gradients_forward(options, backend, needs, inputs, kept, cotangents):
+        return gradients(options, backend, needs, inputs, kept, cotangents), (inputs, kept, cotangents)
 
-    def gradients_backward(options, backend, residuals, seconds):
+    def gradients_backward(options, backend, needs, residuals, seconds):
         inputs, kept, cotangents = residuals
-        _, pull = jax.vjp(lambda inputs, cotangents: loops.gradients(op, inputs, options, cotangents), inputs, cotangents)
+        floats = [x if x is not None and loops.floating(x) else None for x in inputs]
+
+        def first(floats, cotangents):
+            return loops.gradients(op, [x if f is None else f for f, x in zip(floats, inputs, strict=True)], options, cotangents, needs)
+
+        _, pull = jax.vjp(first, floats, cotangents)
         of_inputs, of_cotangents = pull(seconds)
         return of_inputs, [jnp.zeros_like(k) for k in kept], of_cotangents
 
-    apply.defvjp(apply_forward, apply_backward)
+    apply.defvjp(apply_forward, apply_backward, symbolic_zeros=True)
     gradients.defvjp(gradients_forward, gradients_backward)
 
     def call(arrays: tuple, values: tuple, backend: str | None):
@@ -80,7 +90,8 @@ def _bind(op: Op) -> Callable[..., Any]:
                 raise TypeError(f"{op.name}: {argument.name} must be a jax.Array, got {type(value).__name__}")
         inputs = [None if x is None else jnp.asarray(x) for x in arrays]
         options = values[: len(op.options)]
-        op.call([x if x is None else Given(x.shape, x.dtype.name, _device(x)) for x in inputs], options)
+        checked = op.call([x if x is None else Given(x.shape, x.dtype.name, _device(x)) for x in inputs], options)
+        op.check_values(checked, {n: np.asarray(x) for n, x in zip(checked.given, inputs, strict=True) if n in op.values and _readable(x)})
         return op.returned(apply(options, backend, False, *_equally_varying(inputs))[0], values)
 
     return op.function(call)
@@ -102,10 +113,9 @@ def _forward(op: Op):
     def abstract(*avals, present, options, backend, save):
         return list(op.results(_call(op, _spread(avals, present), options), save).values())
 
-    def positions(present, options, backend, save):
-        inside = [position(op.batch, i.dims) for i, there in zip(op.signature.inputs, present, strict=True) if there]
-        further = [0] * op.further(options) if save else []
-        return inside, [position(op.batch, o.dims) for o in op.signature.outputs] + further
+    def positions(shapes, size, present, options, backend, save):
+        inside, outside = _batches(op, shapes, size, present)
+        return inside, outside + ([0] * op.further(options) if save else [])
 
     primitive = _primitive(f"{op.name}_forward", op.batch, implementation, abstract, positions)
 
@@ -117,38 +127,42 @@ def _forward(op: Op):
 
 
 def _backward(op: Op):
-    """(options, backend, inputs, kept, cotangents) -> the gradients of the inputs that are there, as one primitive."""
+    """(options, backend, needs, inputs, kept, cotangents) -> the gradients of the inputs that `needs` marks, as one primitive."""
 
     def split(arrays, present):
         n, end = sum(present), len(arrays) - len(op.output_names)
         return _spread(arrays[:n], present), arrays[n:end], arrays[end:]
 
-    def implementation(gpu, *arrays, present, options, backend):
+    def implementation(gpu, *arrays, present, options, backend, needs):
         inputs, kept, cotangents = split(arrays, present)
         call = _call(op, inputs, options)
         chosen, _ = choose(op.name, backend, gpu)
         if chosen == "reference" or op.backward is None:
-            return [g for g in loops.gradients(op, inputs, options, cotangents) if g is not None]
+            return [g for g in loops.gradients(op, inputs, options, cotangents, needs) if g is not None]
         known = dict(zip(call.given, inputs, strict=True))
         known |= zip(op.saves(call.options), kept, strict=True)
         known |= zip((f"d{name}" for name in op.output_names), cotangents, strict=True)
-        needs = tuple(name for name, there in zip(call.given, present, strict=True) if there)
-        return _run(op.backward_plan(call, needs), chosen, known)
+        needed = tuple(name for name, need in zip(call.given, needs, strict=True) if need)
+        return _run(op.backward_plan(call, needed), chosen, known)
 
-    def abstract(*avals, present, options, backend):
-        return [Array(x.shape, x.dtype.name) for x in avals[: sum(present)]]
+    def abstract(*avals, present, options, backend, needs):
+        inputs = split(avals, present)[0]
+        return [Array(x.shape, x.dtype.name) for x, need in zip(inputs, needs, strict=True) if need]
 
-    def positions(present, options, backend):
-        inside = [position(op.batch, i.dims) for i, there in zip(op.signature.inputs, present, strict=True) if there]
+    def positions(shapes, size, present, options, backend, needs):
+        inside, outside = _batches(op, shapes[: sum(present)], size, present)
         kept = [0] * len(op.saves(dict(zip(op.options, options, strict=True))))
-        return [*inside, *kept, *(position(op.batch, o.dims) for o in op.signature.outputs)], inside
+        needed = [p for p, need in zip(_spread(inside, present), needs, strict=True) if need]
+        return [*inside, *kept, *outside], needed
 
     primitive = _primitive(f"{op.name}_backward", op.batch, implementation, abstract, positions)
 
-    def run(options, backend, inputs, kept, cotangents):
+    def run(options, backend, needs, inputs, kept, cotangents):
+        if not any(needs):
+            return []
         present = tuple(x is not None for x in inputs)
         arrays = (*(x for x in inputs if x is not None), *kept, *cotangents)
-        return primitive.bind(*arrays, present=present, options=options, backend=backend)
+        return primitive.bind(*arrays, present=present, options=options, backend=backend, needs=needs)
 
     return run
 
@@ -173,7 +187,8 @@ def _primitive(name: str, batch: str | None, implementation: Callable, abstract:
             return primitive.bind(*arrays, **params)
 
         size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
-        return rule(jnp, _each, batch, apply, size, axes, arrays, *positions(**params))
+        shapes = [unmapped(x.shape, axis) for x, axis in zip(arrays, axes, strict=True)]
+        return rule(jnp, _each, batch, apply, size, axes, arrays, *positions(shapes, size, **params))
 
     primitive.def_abstract_eval(shaped)
     batching.primitive_batchers[primitive] = batched
@@ -188,6 +203,33 @@ def _run(plan, backend: str, arrays) -> list[jax.Array]:
 
 def _call(op: Op, inputs, options) -> Call:
     return op.call([x if x is None else Given(x.shape, x.dtype.name) for x in inputs], options)
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Needs:
+    """Which inputs need a gradient, where only arrays and what is static can stand."""
+
+    inputs: tuple[bool, ...]
+
+
+def _number(cotangent):
+    """An array, where JAX says no more than that it is zero."""
+    if isinstance(cotangent, SymbolicZero):
+        return jnp.zeros(cotangent.shape, cotangent.dtype)
+    return cotangent
+
+
+def _batches(op: Op, shapes, size, present) -> tuple[list, list]:
+    """Where the batch stands in the inputs that are there and in the outputs."""
+    names = [i.name for i, there in zip(op.signature.inputs, present, strict=True) if there]
+    inside, outside = op.batches(dict(zip(names, shapes, strict=True)), size)
+    return [p for p, there in zip(inside, present, strict=True) if there], outside
+
+
+def _readable(x: jax.Array | None) -> bool:
+    """Whether values can be looked at without waiting for a GPU."""
+    return x is not None and not isinstance(x, jax.core.Tracer) and all(device.platform == "cpu" for device in x.devices())
 
 
 def _device(x: jax.Array) -> str:

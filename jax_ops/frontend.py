@@ -46,7 +46,7 @@ class JaxFrontend:
         return jnp.asarray(value, dtype)
 
     def numpy(self, array: jax.Array) -> np.ndarray:
-        return np.asarray(array).astype(np.float64)
+        return np.asarray(array).astype(np.float64) if loops.floating(array) else np.asarray(array)
 
     def bits(self, array: jax.Array) -> np.ndarray:
         host = np.asarray(array)
@@ -77,7 +77,8 @@ def _compiled(op: Op, options: tuple[tuple[str, Any], ...], backend: str | None)
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
     def both(inputs, cotangents):
-        outputs, pull = jax.vjp(all_outputs, inputs)
+        floats = {name: x for name, x in inputs.items() if loops.floating(x)}
+        outputs, pull = jax.vjp(lambda floats: all_outputs({**inputs, **floats}), floats)
         return outputs, pull(cotangents)[0]
 
     return jax.jit(both)
@@ -90,8 +91,9 @@ def _compiled_reference(op: Op, options: tuple[tuple[str, Any], ...]) -> Callabl
 
     def both(inputs, cotangents):
         arrays = [inputs.get(name) for name in names]
-        found = loops.gradients(op, arrays, chosen, cotangents)
-        return loops.run(op, arrays, chosen), {name: g for name, g in zip(names, found, strict=True) if name in inputs}
+        needs = [x is not None and loops.floating(x) for x in arrays]
+        found = loops.gradients(op, arrays, chosen, cotangents, needs)
+        return loops.run(op, arrays, chosen), {name: g for name, g, need in zip(names, found, needs, strict=True) if need}
 
     return jax.jit(both)
 

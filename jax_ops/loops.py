@@ -27,7 +27,9 @@ def _repeat(count: int, step, x):
 
 xp = SimpleNamespace(
     **{name: getattr(jnp, name) for name in FUNCTIONS},
+    arange=lambda count, like: vary(jnp.arange(count, dtype=like.dtype), varying_axes(like)),
     max=jnp.max,
+    put=lambda x, index, rows: x.at[index].set(rows),
     repeat=_repeat,
     stop_gradient=jax.lax.stop_gradient,
     zeros=lambda shape, like: vary(jnp.zeros(shape, like.dtype), varying_axes(like)),
@@ -59,16 +61,25 @@ def run(op: Op, inputs, options) -> tuple[jax.Array, ...]:
     return tuple(value.astype(o.dtype(dtypes)) for o, value in zip(op.signature.outputs, outputs, strict=True))
 
 
-def gradients(op: Op, inputs, options, cotangents) -> tuple[jax.Array | None, ...]:
-    """The gradients of the inputs, by the loop."""
+def gradients(op: Op, inputs, options, cotangents, needs) -> list[jax.Array | None]:
+    """The gradients of the inputs that `needs` marks, by the loop; None for the others."""
     if op.reference_backward is not None:
         wider = tuple(map(widen, cotangents))
         found = op.reference_backward(xp, scan, tuple(map(widen, inputs)), wider, **dict(zip(op.options, options, strict=True)))
         if found is not None:
-            return tuple(None if x is None else g.astype(x.dtype) for g, x in zip(found, inputs, strict=True))
-    _, pull = jax.vjp(lambda *inputs: run(op, inputs, options), *inputs)
-    return pull(tuple(cotangents))
+            return [g.astype(x.dtype) if need else None for g, x, need in zip(found, inputs, needs, strict=True)]
+
+    def loop(*wanted):
+        rest = iter(wanted)
+        return run(op, [next(rest) if need else x for x, need in zip(inputs, needs, strict=True)], options)
+
+    pulled = iter(jax.vjp(loop, *(x for x, need in zip(inputs, needs, strict=True) if need))[1](tuple(cotangents)))
+    return [next(pulled) if need else None for need in needs]
+
+
+def floating(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
 
 
 def widen(x: jax.Array | None) -> jax.Array | None:
-    return x if x is None else x.astype(wide(x.dtype.name))
+    return x if x is None or not floating(x) else x.astype(wide(x.dtype.name))

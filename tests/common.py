@@ -13,7 +13,7 @@ from bridge import Plan, ops
 from bridge.case import Case
 from bridge.frontend import MODULES, Frontend, installed, load
 from bridge.op import Op
-from bridge.parity import BOUNDS, backends, draw_cotangents, errors, named
+from bridge.parity import BOUNDS, backends, draw_cotangents, errors, given, named
 
 ROOT = Path(__file__).parent.parent
 NAMES = os.environ["BRIDGE_TEST_FRONTENDS"].split(",") if "BRIDGE_TEST_FRONTENDS" in os.environ else installed()
@@ -34,7 +34,7 @@ def resized(case: Case, **sizes: Any) -> Case:
 
 
 def arrays(frontend: Frontend, case: Case, dtype: str, seed: int = 0) -> dict[str, Any]:
-    return {name: frontend.array(value, dtype) for name, value in case.inputs(seed).items()}
+    return given(frontend, case.inputs(seed), dtype)
 
 
 def compare(
@@ -42,8 +42,8 @@ def compare(
 ) -> dict[str, float]:
     """The relative error of every output and gradient against the loop in float64, on the same values."""
     inputs = inputs or arrays(frontend, case, dtype, seed)
-    exact = {name: frontend.array(frontend.numpy(x), "float64") for name, x in inputs.items()}
-    cotangents = draw_cotangents(op, case, inputs, dtype, frontend, seed)
+    exact = given(frontend, {name: frontend.numpy(x) for name, x in inputs.items()}, "float64")
+    cotangents = draw_cotangents(op, case, inputs, frontend, seed)
     truth = named(op, *frontend.run_reference(op, exact, case.options, [frontend.array(frontend.numpy(c), "float64") for c in cotangents]))
     found = named(op, *frontend.run(op, inputs, case.options, cotangents, backend))
     for name, array in found.items():

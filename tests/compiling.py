@@ -16,26 +16,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bridge import Launch, Plan, ops
+from bridge import Launch, Plan, ops, parity
 from bridge.case import Case
 from bridge.op import Op
 from bridge.plan import FP_FUSION
-from bridge.signature import Array, Given
+from bridge.signature import Array
 
-TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "int32": "i32", "int64": "i64"}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 def plans(op: Op, case: Case, dtype: str) -> list[tuple[Plan, dict[str, Array]]]:
     """The plans of a case, and the arrays that they start from."""
-    values = case.inputs()
-    given = [Given(values[i.name].shape, dtype, "") if i.name in values else None for i in op.signature.inputs]
-    call = op.call(given, [case.options.get(name, option.default) for name, option in op.options.items()])
+    call = parity.call_of(op, case, case.inputs(), dtype)
     inputs = {name: array for name, array in call.given.items() if array}
     made = [(op.forward_plan(call, save), inputs) for save in (False, True)]
     if op.backward:
         results = op.results(call, True) | {f"d{name}": array for name, array in call.outputs.items()}
-        made.append((op.backward_plan(call, tuple(inputs)), inputs | results))
+        made.append((op.backward_plan(call, call.floating), inputs | results))
     return made
 
 

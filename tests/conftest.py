@@ -15,18 +15,21 @@ from hypothesis import settings
 
 from bridge import interpret
 
+NOWHERE = -(2**31)
+
 settings.register_profile("here", deadline=None, print_blob=True, derandomize="CI" in os.environ)
 settings.load_profile("here")
 
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
-    """Fill every buffer that is allocated empty with NaN, so that an element that no kernel writes can't hide."""
+    """Fill every buffer that is allocated empty with NaN, so that an element that no kernel writes can't hide; integers
+    with one that no index is."""
     allocate = interpret.empty
 
     def poisoned(array):
         bits = allocate(array)
-        bits.fill(0xFFFF if array.dtype == "bfloat16" else float("nan"))
+        bits.fill(0xFFFF if array.dtype == "bfloat16" else float("nan") if bits.dtype.kind == "f" else NOWHERE)
         return bits
 
     monkeypatch.setattr(interpret, "empty", poisoned)
@@ -35,4 +38,9 @@ def poison(monkeypatch):
     except ImportError:
         return
     allocate_tensor = tensors.empty
-    monkeypatch.setattr(tensors, "empty", lambda array, device: allocate_tensor(array, device).fill_(float("nan")))
+
+    def poisoned_tensor(array, device):
+        tensor = allocate_tensor(array, device)
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else NOWHERE)
+
+    monkeypatch.setattr(tensors, "empty", poisoned_tensor)

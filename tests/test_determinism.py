@@ -9,7 +9,7 @@ JOBS = [(op, case) for op in OPS for case in (op.cases[0], op.cases[-1])]
 
 
 def run(frontend, op, case, inputs):
-    cotangents = draw_cotangents(op, case, inputs, "float32", frontend, 0)
+    cotangents = draw_cotangents(op, case, inputs, frontend, 0)
     return named(op, *frontend.run(op, inputs, case.options, cotangents, KERNELS))
 
 

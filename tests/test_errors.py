@@ -12,6 +12,7 @@ from bridge.language import INTERPRETING
 SCAN = resized(next(c for c in ops["selective_scan"].cases if c.name == "everything"), b=2, t=3, d=4, n=5)
 GOOD = {
     "selective_scan": SCAN,
+    "selective_scan_step": resized(ops["selective_scan_step"].cases[0], b=2, d=4, n=5),
     "sinkhorn": resized(ops["sinkhorn"].cases[0], **{"...": (2, 3), "n": 4}),
     "mhc_bwd": resized(ops["mhc_bwd"].cases[0], **{"...": (2, 3), "n": 4}),
 }
@@ -38,6 +39,10 @@ def dtype(name, *sizes):
 
 def value(thing):
     return lambda frontend: thing
+
+
+def integers(*values):
+    return lambda frontend: frontend.array(np.array(values), "int32")
 
 
 NOTHING = value(None)
@@ -75,15 +80,49 @@ BAD = {
         ),
         ("B", shape(2, 3, 4), ValueError, r"n = 5 \(set by A\), got \(2, 3, 4\)"),
         ("C", shape(1, 3, 5), ValueError, r"C must have shape \(b t n\) with b = 2 \(set by x\).*, got \(1, 3, 5\)"),
-        ("C", shape(3, 5), ValueError, r"C must have shape \(b t n\), 3 dimensions, got \(3, 5\)"),
+        ("C", shape(3, 5), ValueError, r"C must have shape \(d n\) with d = 4 \(set by x\), n = 5 \(set by A\), got \(3, 5\)"),
+        ("C", shape(3), ValueError, r"C must have shape \(b t n\), \(b t g n\) or \(d n\), got \(3,\)"),
+        ("C", shape(2, 3, 3, 5), ValueError, r"C must have shape \(b t g n\) with g a divisor of d = 4, got \(2, 3, 3, 5\)"),
+        ("B", shape(2, 3, 0, 5), ValueError, r"B must have shape \(b t g n\) with g a divisor of d = 4, got \(2, 3, 0, 5\)"),
+        ("B", shape(2, 3, 2, 4), ValueError, r"B must have shape \(b t g n\) with .*n = 5 \(set by A\), got \(2, 3, 2, 4\)"),
+        ("cu_seqlens", integers(0, 1, 3), ValueError, r"x must have shape \(b t d\) with b = 1 where cu_seqlens packs sequences, got \(2, 3, 4\)"),
+        ("cu_seqlens", integers(0, 1, 2, 3), ValueError, r"cu_seqlens must have shape \(s\+1\) with s = 2 \(set by initial_state\), got \(4,\)"),
+        ("cu_seqlens", integers(0), ValueError, r"cu_seqlens must have shape \(s\+1\) with s = 2 \(set by initial_state\), got \(1,\)"),
+        ("cu_seqlens", shape(3), TypeError, r"cu_seqlens must have one of the dtypes int32, int64, got float32"),
+        ("cu_seqlens", value([0, 1, 3]), TypeError, r"cu_seqlens must be a .*, got list"),
         ("D", shape(5), ValueError, r"D must have shape \(d\) with d = 4 \(set by x\), got \(5,\)"),
         ("D", value(1.0), TypeError, r"D must be a .*, got float"),
         ("z", shape(2, 3, 5), ValueError, r"z must have shape \(b t d\) with .*, got \(2, 3, 5\)"),
         ("delta_bias", shape(1, 4), ValueError, r"delta_bias must have shape \(d\), 1 dimensions, got \(1, 4\)"),
+        ("initial_state", shape(1, 4, 5), ValueError, r"initial_state must have shape \(b d n\) with b = 2 \(set by x\), .* got \(1, 4, 5\)"),
         ("initial_state", shape(2, 5, 4), ValueError, r"initial_state must have shape \(b d n\) with .*, got \(2, 5, 4\)"),
         ("delta_softplus", value(1), TypeError, r"delta_softplus must be True or False, got 1"),
         ("return_final_state", value("yes"), TypeError, r"return_final_state must be True or False, got 'yes'"),
         ("backend", value("cuda"), ValueError, r"backend must be None or one of 'triton', 'interpret', 'reference', got 'cuda'"),
+    ],
+    "selective_scan_step": [
+        ("state", shape(2, 4), ValueError, r"state must have shape \(b d n\), 3 dimensions, got \(2, 4\)"),
+        ("state", NOTHING, TypeError, r"state must be a .*, got NoneType"),
+        ("state", dtype("int32", 2, 4, 5), TypeError, r"state must have one of the dtypes .*, got int32"),
+        ("state", dtype("float64", 2, 4, 5), TypeError, r"float64 can't be mixed with other dtypes: state is float64, x is float32"),
+        ("x", shape(2, 3, 4), ValueError, r"x must have shape \(b d\), 2 dimensions, got \(2, 3, 4\)"),
+        ("x", shape(3, 4), ValueError, r"x must have shape \(b d\) with b = 2 \(set by state\), d = 4 \(set by state\), got \(3, 4\)"),
+        ("x", value(1.0), TypeError, r"x must be a .*, got float"),
+        ("x", dtype("complex64", 2, 4), TypeError, r"x must have one of the dtypes .*, got complex64"),
+        ("delta", shape(2, 5), ValueError, r"delta must have shape \(b d\) with .*d = 4 \(set by state\), got \(2, 5\)"),
+        ("delta", shape(2), ValueError, r"delta must have shape \(b d\), 2 dimensions, got \(2,\)"),
+        ("A", shape(4, 6), ValueError, r"A must have shape \(d n\) with d = 4 \(set by state\), n = 5 \(set by state\), got \(4, 6\)"),
+        ("A", dtype("bool", 4, 5), TypeError, r"A must have one of the dtypes .*, got bool"),
+        ("B", shape(3, 5), ValueError, r"B must have shape \(b n\) with b = 2 \(set by state\), n = 5 \(set by state\), got \(3, 5\)"),
+        ("B", shape(2, 3, 5), ValueError, r"B must have shape \(b g n\) with g a divisor of d = 4, got \(2, 3, 5\)"),
+        ("B", shape(5), ValueError, r"B must have shape \(b n\), \(b g n\) or \(d n\), got \(5,\)"),
+        ("C", shape(2, 2, 4), ValueError, r"C must have shape \(b g n\) with .*n = 5 \(set by state\), got \(2, 2, 4\)"),
+        ("C", shape(2, 1, 1, 5), ValueError, r"C must have shape \(b n\), \(b g n\) or \(d n\), got \(2, 1, 1, 5\)"),
+        ("D", shape(2, 4), ValueError, r"D must have shape \(d\), 1 dimensions, got \(2, 4\)"),
+        ("z", shape(2, 1), ValueError, r"z must have shape \(b d\) with .*d = 4 \(set by state\), got \(2, 1\)"),
+        ("delta_bias", shape(5), ValueError, r"delta_bias must have shape \(d\) with d = 4 \(set by state\), got \(5,\)"),
+        ("delta_softplus", NOTHING, TypeError, r"delta_softplus must be True or False, got None"),
+        ("backend", value("numpy"), ValueError, r"backend must be None or one of .*, got 'numpy'"),
     ],
     "sinkhorn": [
         ("logits", shape(4), ValueError, r"logits must have shape \(\.\.\. n n\), at least 2 dimensions, got \(4,\)"),

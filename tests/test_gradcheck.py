@@ -3,7 +3,7 @@
 import pytest
 from common import BACKENDS, FRONTENDS, OPS, arrays, by_name, resized
 
-SMALL = {"selective_scan": dict(b=2, t=3, d=3, n=2), "sinkhorn": {"...": (1, 2), "n": 3}, "mhc_bwd": {"...": (2,), "n": 3}}
+SMALL = {"selective_scan": dict(t=3, d=6, n=2), "selective_scan_step": dict(d=6, n=2), "sinkhorn": {"...": (1, 2), "n": 3}, "mhc_bwd": {"...": (2,), "n": 3}}
 JOBS = [(op, case) for op in OPS for case in op.cases]
 
 
@@ -11,7 +11,9 @@ def prepared(frontend, op, case):
     flags = {f"return_{o.name}": True for o in op.signature.outputs if o.optional}
     inputs = arrays(frontend, resized(case, **SMALL[op.name]), "float64")
     few = {"iters": min(case.options.get("iters", 4), 4)} if "iters" in op.options else {}
-    return list(inputs), list(inputs.values()), {**case.options, **few, **flags}
+    floating = [i.name for i in op.signature.inputs if i.floating and i.name in inputs]
+    fixed = {name: x for name, x in inputs.items() if name not in floating}
+    return floating, [inputs[name] for name in floating], {**fixed, **case.options, **few, **flags}
 
 
 def has_finite_differences(case):

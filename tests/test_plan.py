@@ -9,23 +9,21 @@ import pytest
 from common import DTYPES, OPS, ROOT, by_name
 
 import bridge
-from bridge import Array, Launch, Plan
+from bridge import Array, Launch, Plan, parity
 from bridge.signature import Given
 
 JOBS = [(op, case) for op in OPS for case in op.cases]
 
 
 def call_of(op, case, dtype="float32"):
-    values = case.inputs()
-    given = [Given(values[i.name].shape, dtype, "") if i.name in values else None for i in op.signature.inputs]
-    return op.call(given, [case.options.get(name, option.default) for name, option in op.options.items()])
+    return parity.call_of(op, case, case.inputs(), dtype)
 
 
 def all_plans(op, call):
     yield op.forward_plan(call, False)
     yield op.forward_plan(call, True)
     if op.backward:
-        yield op.backward_plan(call, tuple(call.dtypes))
+        yield op.backward_plan(call, call.floating)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -37,8 +35,8 @@ def test_a_plan_returns_what_the_op_declares(op, case, dtype):
         assert {name: plan.arrays[name] for name in plan.outputs} == op.results(call, save)
         assert list(plan.outputs) == list(op.results(call, save))
     if op.backward:
-        plan = op.backward_plan(call, tuple(call.dtypes))
-        gradients = {f"d{name}": array for name, array in call.given.items() if array}
+        plan = op.backward_plan(call, call.floating)
+        gradients = {f"d{name}": call.given[name] for name in call.floating}
         assert {name: plan.arrays[name] for name in plan.outputs} == gradients
         assert list(plan.outputs) == list(gradients)
 
@@ -62,10 +60,10 @@ def test_only_the_gradients_that_are_needed(op, case):
     if not op.backward:
         pytest.skip("its gradient goes through the reference")
     call = call_of(op, case)
-    for name in call.dtypes:
+    for name in call.floating:
         plan = op.backward_plan(call, (name,))
         assert plan.outputs == (f"d{name}",)
-        others = {f"d{other}" for other in call.dtypes} - {f"d{name}"}
+        others = {f"d{other}" for other in call.floating} - {f"d{name}"}
         unneeded = [array for made, array in plan.arrays.items() if made in others]
         assert all(math.prod(array.shape) == 1 for array in unneeded)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from common import BACKENDS, FRONTENDS, OPS, arrays, by_name, resized
 
-SMALL = {"selective_scan": dict(b=2, t=4, d=3, n=2), "sinkhorn": {"...": (2,), "n": 3}, "mhc_bwd": {"...": (2,), "n": 3}}
+SMALL = {"selective_scan": dict(b=2, t=4, d=3, n=2), "selective_scan_step": dict(b=2, d=3, n=2), "sinkhorn": {"...": (2,), "n": 3}, "mhc_bwd": {"...": (2,), "n": 3}}
 ROUNDING = {"rtol": 1e-9, "atol": 1e-9}  # second derivatives through divisions lose some digits
 
 
@@ -33,7 +33,7 @@ class Setting:
 
         self.op, self.loop = call(frontend.function(op), backend=backend), call(frontend.reference(op))
         # What has the batch is mapped, the weights are shared; or all is mapped, or one argument only.
-        with_batch = tuple(0 if op.batch in i.dims else None for i in op.signature.inputs if i.name in inputs)
+        with_batch = tuple(0 if with_batch_in(op, i) else None for i in op.signature.inputs if i.name in inputs)
         first_only = (0, *(None for _ in self.values[1:]))
         self.mappings = {with_batch, first_only, (0,) * len(self.values)}
 
@@ -48,6 +48,10 @@ class Setting:
         return [
             x if axis is None else (scales.reshape(-1, *[1] * len(x.shape)) * x[None]) for x, axis in zip(self.values, mapping, strict=True)
         ]
+
+
+def with_batch_in(op, argument):
+    return any(op.batch in dim.split("|") for dim in argument.forms[0])
 
 
 def flat(tree):
@@ -109,7 +113,7 @@ def test_shard_map(op):
     s = Setting(frontend, op, None)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     given = [i for i in op.signature.inputs if i.name in s.names]
-    specs = tuple(PartitionSpec("data") if op.batch in i.dims else PartitionSpec() for i in given)
+    specs = tuple(PartitionSpec("data") if with_batch_in(op, i) else PartitionSpec() for i in given)
 
     def sharded(f, out):
         return jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out)

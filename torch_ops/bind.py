@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from bridge.op import Op
-from bridge.vmap import position, rule
+from bridge.vmap import rule, unmapped
 from torch_ops import loops
 from torch_ops.dispatch import define
+from torch_ops.tensors import check_kinds
 
 
 class _Binding:
@@ -25,8 +26,11 @@ class _Binding:
         self.forward, self.backward = define(op)
         self.inputs, self.outputs = len(op.signature.inputs), len(op.signature.outputs)
         self.rest = self.inputs + len(op.options) + 1
-        self.batches = [position(op.batch, i.dims) for i in op.signature.inputs]
-        self.output_batches = [position(op.batch, o.dims) for o in op.signature.outputs]
+
+    def batches(self, inputs, axes, size):
+        """Where the batch stands in inputs and outputs, of which `axes` of this size are being mapped."""
+        names = (i.name for i in self.op.signature.inputs)
+        return self.op.batches({n: unmapped(x.shape, axis) for n, x, axis in zip(names, inputs, axes, strict=True) if x is not None}, size)
 
 
 _bound: dict[str, _Binding] = {}
@@ -47,9 +51,7 @@ def bind(op: Op) -> Callable[..., Any]:
 def _call(name: str, arrays: tuple, values: tuple, backend: str | None):
     op = _bound[name].op
     values = op.check_options(values, backend)
-    for argument, value in zip(op.signature.inputs, arrays, strict=True):
-        if not (isinstance(value, torch.Tensor) or (value is None and argument.optional)):
-            raise TypeError(f"{name}: {argument.name} must be a torch.Tensor, got {type(value).__name__}")
+    check_kinds(op, arrays)
     save = (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arrays)) or _transforming()
     return op.returned(Forward.apply(name, save, *arrays, *values[: len(op.options)], backend), values)
 
@@ -92,8 +94,9 @@ class Forward(torch.autograd.Function):
         def apply(*tensors):
             return Forward.apply(name, save, *tensors, *args[n:])
 
-        outside = bound.output_batches + [0] * (bound.op.further(args[n:-1]) if save else 0)
-        made, where = rule(torch, _each, bound.op.batch, apply, info.batch_size, axes[2 : 2 + n], args[:n], bound.batches, outside)
+        inside, outside = bound.batches(args[:n], axes[2 : 2 + n], info.batch_size)
+        outside += [0] * (bound.op.further(args[n:-1]) if save else 0)
+        made, where = rule(torch, _each, bound.op.batch, apply, info.batch_size, axes[2 : 2 + n], args[:n], inside, outside)
         return tuple(made), tuple(where)
 
 
@@ -129,8 +132,9 @@ class Backward(torch.autograd.Function):
         def apply(*tensors):
             return Backward.apply(name, needs, count, *tensors[:n], *args[n:rest], *tensors[n:])
 
-        inside = [*bound.batches, *[0] * count, *bound.output_batches]
-        outside = [p for p, need in zip(bound.batches, needs, strict=True) if need]
+        batches, output_batches = bound.batches(args[:n], axes[3 : 3 + n], info.batch_size)
+        inside = [*batches, *[0] * count, *output_batches]
+        outside = [p for p, need in zip(batches, needs, strict=True) if need]
         made, where = rule(torch, _each, bound.op.batch, apply, info.batch_size, tensor_axes, tensors, inside, outside)
         return tuple(made), tuple(where)
 

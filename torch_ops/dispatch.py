@@ -4,18 +4,17 @@ Each has one implementation for tensors on a CPU or a GPU, which checks the call
 it finds, and one for fake tensors, which says what comes out.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 
 from bridge.backends import choose
 from bridge.op import Call, Op
-from bridge.options import Choice, Flag, Integer, Option, Real
-from bridge.plan import Plan
+from bridge.options import Choice, Flag, Integer, Real
 from bridge.signature import Array
 from torch_ops import loops
-from torch_ops.tensors import describe, empty, prepared, run_compiled, run_interpreted
+from torch_ops.tensors import describe, empty, prepared, run
 
 Pass = Callable[..., list[torch.Tensor]]
 
@@ -27,61 +26,50 @@ def define(op: Op) -> tuple[Pass, Pass]:
     backward(*inputs, *options, backend, needs, saved, cotangents) -> the gradients that are needed."""
     n, k = len(op.signature.inputs), len(op.options)
 
-    def split(args: Sequence[Any]) -> tuple[Sequence[Any], Call, str, torch.device]:
-        """Inputs, the checked call, the backend and the device from inputs, options and backend."""
-        call = op.call([describe(x) for x in args[:n]], args[n : n + k])
-        device = next(x.device for x in args[:n] if x is not None)
-        return args[:n], call, choose(op.name, args[n + k], device.type == "cuda")[0], device
-
     def further(call: Call, save: bool, backend: str) -> list[Array]:
         """What is saved besides outputs. It is for kernels: the loop saves nothing, and hands empty tensors on."""
         saved = list(op.results(call, save).values())[len(call.outputs) :]
         return [Array((0,), a.dtype) for a in saved] if backend == "reference" else saved
 
     def forward(*args):
-        inputs, call, backend, device = split(args[:-1])
+        inputs, call, backend, device = split(op, args[:-1])
+        check_values(op, call, inputs)
         if backend != "reference":
             arrays = dict(zip(call.given, map(prepared, inputs), strict=True))
-            return _run(op.forward_plan(call, args[-1]), backend, arrays, device)
+            return run(op.forward_plan(call, args[-1]), backend, arrays, device)
         with torch.no_grad():
             outputs = [o.contiguous() for o in loops.run(op, inputs, args[n : n + k])]
         own = [o.clone() if any(o is x for x in inputs) else o for o in outputs]  # a dispatcher op must not return its input
         return own + [empty(a, device) for a in further(call, args[-1], backend)]
 
     def forward_fake(*args):
-        _, call, backend, device = split(args[:-1])
+        _, call, backend, device = split(op, args[:-1])
         return [empty(a, device) for a in (*call.outputs.values(), *further(call, args[-1], backend))]
 
     def backward(*args):
         needs, saved, cotangents = args[-3:]
-        inputs, call, backend, device = split(args[:-3])
+        inputs, call, backend, device = split(op, args[:-3])
         if backend == "reference" or op.backward is None:
             return [g.contiguous() for g in loops.gradients(op, inputs, args[n : n + k], cotangents, needs)]
         arrays = dict(zip(call.given, map(prepared, inputs), strict=True))
         arrays.update(zip(op.saves(call.options), saved, strict=True))
         arrays.update(zip((f"d{name}" for name in op.output_names), map(prepared, cotangents), strict=True))
         needed = tuple(name for name, need in zip(call.given, needs, strict=True) if need)
-        return _run(op.backward_plan(call, needed), backend, arrays, device)
+        return run(op.backward_plan(call, needed), backend, arrays, device)
 
     def backward_fake(*args):
         return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x, need in zip(args[:n], args[-3], strict=True) if need]
 
-    tensors = ", ".join(f"Tensor{'?' if i.optional else ''} {i.name}" for i in op.signature.inputs)
-    options = "".join(f", {_schema(option)} {name}" for name, option in op.options.items())
-    given = f"{tensors}{options}, str? backend"
+    given = schema(op)
     return (
-        _register(f"{op.name}_forward", f"({given}, bool save) -> Tensor[]", forward, forward_fake),
-        _register(
+        register(f"{op.name}_forward", f"({given}, bool save) -> Tensor[]", forward, forward_fake),
+        register(
             f"{op.name}_backward", f"({given}, bool[] needs, Tensor[] saved, Tensor[] cotangents) -> Tensor[]", backward, backward_fake
         ),
     )
 
 
-def _run(plan: Plan, backend: str, arrays: dict[str, torch.Tensor | None], device: torch.device) -> list[torch.Tensor]:
-    return run_interpreted(plan, arrays) if backend == "interpret" else run_compiled(plan, arrays, device)
-
-
-def _register(name: str, schema: str, implementation: Callable, fake: Callable) -> Pass:
+def register(name: str, schema: str, implementation: Callable, fake: Callable) -> Pass:
     _library.define(name + schema)
     for key in ("CPU", "CUDA"):
         _library.impl(name, implementation, key)
@@ -89,6 +77,23 @@ def _register(name: str, schema: str, implementation: Callable, fake: Callable) 
     return getattr(torch.ops.kernel_bridge, name).default
 
 
-def _schema(option: Option) -> str:
-    kind = {Flag: "bool", Integer: "int", Real: "float", Choice: "str"}[type(option)]
-    return kind + ("?" if option.default is None else "")
+def split(op: Op, args: Sequence[Any]) -> tuple[Sequence[Any], Call, str, torch.device]:
+    """Inputs, the checked call, the backend and the device from inputs, options and backend."""
+    n, k = len(op.signature.inputs), len(op.options)
+    call = op.call([describe(x) for x in args[:n]], args[n : n + k])
+    device = next(x.device for x in args[:n] if x is not None)
+    return args[:n], call, choose(op.name, args[n + k], device.type == "cuda")[0], device
+
+
+def check_values(op: Op, call: Call, inputs: Sequence[torch.Tensor | None]) -> None:
+    """Look at the values of integer inputs, where that doesn't wait for a device."""
+    given = zip(call.given, inputs, strict=True)
+    op.check_values(call, {name: x.numpy() for name, x in given if name in op.values and x is not None and x.device.type == "cpu"})
+
+
+def schema(op: Op, written: Collection[str] = ()) -> str:
+    """The arguments of a pass, as the dispatcher wants them declared; those `written` are changed in place."""
+    kinds = {Flag: "bool", Integer: "int", Real: "float", Choice: "str"}
+    tensors = [f"Tensor{f'({i.name}!)' if i.name in written else ''}{'?' * i.optional} {i.name}" for i in op.signature.inputs]
+    options = [f"{kinds[type(option)]}{'?' * (option.default is None)} {name}" for name, option in op.options.items()]
+    return ", ".join([*tensors, *options, "str? backend"])

@@ -35,7 +35,7 @@ class TorchFrontend:
         return torch.tensor(value, dtype=DTYPES[dtype], device="cuda" if self.gpu else "cpu")
 
     def numpy(self, array: torch.Tensor) -> np.ndarray:
-        return array.detach().double().cpu().numpy()
+        return (array.detach().double() if array.is_floating_point() else array).cpu().numpy()
 
     def bits(self, array: torch.Tensor) -> np.ndarray:
         return array.detach().contiguous().cpu().view(BITS[array.element_size()]).numpy()
@@ -47,9 +47,9 @@ class TorchFrontend:
         return reference(op)
 
     def run(self, op: Op, inputs: Arrays, options: Mapping[str, Any], cotangents: Sequence[Any], backend: str | None) -> Result:
-        leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+        leaves = {name: x.detach().requires_grad_() for name, x in inputs.items() if x.is_floating_point()}
         flags = {f"return_{o.name}": True for o in op.signature.outputs if o.optional}
-        outputs = bind(op)(**leaves, **options, **flags, backend=backend)
+        outputs = bind(op)(**{**inputs, **leaves}, **options, **flags, backend=backend)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         found = torch.autograd.grad(outputs, list(leaves.values()), list(cotangents))
         return tuple(o.detach() for o in outputs), dict(zip(leaves, found, strict=True))
@@ -57,7 +57,7 @@ class TorchFrontend:
     def run_reference(self, op: Op, inputs: Arrays, options: Mapping[str, Any], cotangents: Sequence[Any]) -> Result:
         arrays = [inputs.get(i.name) for i in op.signature.inputs]
         chosen = [options.get(name, option.default) for name, option in op.options.items()]
-        needs = [x is not None for x in arrays]
+        needs = [x is not None and x.is_floating_point() for x in arrays]
         with torch.no_grad():
             outputs = loops.run(op, arrays, chosen)
         found = iter(loops.gradients(op, arrays, chosen, tuple(cotangents), needs))

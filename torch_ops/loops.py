@@ -19,7 +19,9 @@ def _repeat(count: int, step, x):
 
 xp = SimpleNamespace(
     **{name: getattr(torch, name) for name in FUNCTIONS},
+    arange=lambda count, like: torch.arange(count, dtype=like.dtype, device=like.device),
     max=torch.amax,
+    put=lambda x, index, rows: x.index_copy(0, index.long(), rows),
     repeat=_repeat,
     stop_gradient=torch.Tensor.detach,
     zeros=lambda shape, like: torch.zeros(shape, dtype=like.dtype, device=like.device),
@@ -83,29 +85,31 @@ def gradients(op: Op, inputs, options, cotangents, needs) -> tuple[torch.Tensor,
 
 def second_gradients(op: Op, inputs, options, cotangents, needs, seconds):
     """The gradients of <gradients, seconds> with respect to inputs and cotangents. Differentiable again."""
-    present = [i for i, x in enumerate(inputs) if x is not None]
+    present = [i for i, x in enumerate(inputs) if x is not None and x.is_floating_point()]
 
-    def place(values) -> list:
-        """The inputs, with `values` for those that are there."""
-        placed = [None] * len(inputs)
+    def place(values, among) -> list:
+        """`among`, with `values` for the floating-point inputs that are there."""
+        placed = list(among)
         for i, value in zip(present, values, strict=True):
             placed[i] = value
         return placed
 
+    nothing = [None] * len(inputs)
+
     def first(*values):
         values, given = values[: len(present)], values[len(present) :]
-        found = _own_gradients(op, place(values), options, given)
+        found = _own_gradients(op, place(values, inputs), options, given)
         if found is None:
-            found = place(torch.func.vjp(lambda *values: run(op, place(values), options), *values)[1](given))
+            found = place(torch.func.vjp(lambda *values: run(op, place(values, inputs), options), *values)[1](given), nothing)
         return tuple(g for g, need in zip(found, needs, strict=True) if need)
 
     pull = torch.func.vjp(first, *(inputs[i] for i in present), *cotangents)[1]
     pulled = pull(tuple(seconds))
-    return place(pulled[: len(present)]), list(pulled[len(present) :])
+    return place(pulled[: len(present)], nothing), list(pulled[len(present) :])
 
 
 def widen(x: torch.Tensor | None) -> torch.Tensor | None:
-    return x if x is None else x.to(DTYPES[wide(NAMES[x.dtype])])
+    return x if x is None or not x.is_floating_point() else x.to(DTYPES[wide(NAMES[x.dtype])])
 
 
 def _own_gradients(op: Op, inputs, options, cotangents):

@@ -1,15 +1,18 @@
 """Tensors as the bridge sees them, and plans carried out on them."""
 
+from collections.abc import Mapping
 from functools import cache
 
 import torch
 
 from bridge import interpret
+from bridge.dtypes import FLOATS, INTEGERS
 from bridge.language import mend_cache_folder
+from bridge.op import Op
 from bridge.plan import FP_FUSION, Launch, Plan
 from bridge.signature import Array, Given
 
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+DTYPES = {name: getattr(torch, name) for name in (*FLOATS, *INTEGERS)}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -17,6 +20,13 @@ def describe(tensor: torch.Tensor | None) -> Given | None:
     if tensor is None:
         return None
     return Given(tuple(tensor.shape), NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")), str(tensor.device))
+
+
+def check_kinds(op: Op, arrays: tuple) -> None:
+    """Raises TypeError for an argument that is no tensor."""
+    for argument, value in zip(op.signature.inputs, arrays, strict=True):
+        if not (isinstance(value, torch.Tensor) or (value is None and argument.optional)):
+            raise TypeError(f"{op.name}: {argument.name} must be a torch.Tensor, got {type(value).__name__}")
 
 
 def prepared(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -31,11 +41,20 @@ def empty(array: Array, device: torch.device) -> torch.Tensor:
     return torch.empty(array.shape, dtype=DTYPES[array.dtype], device=device)
 
 
-def run_compiled(plan: Plan, arrays: dict[str, torch.Tensor | None], device: torch.device) -> list[torch.Tensor]:
+Tensors = Mapping[str, torch.Tensor | None]
+Buffers = Mapping[str, torch.Tensor]
+
+
+def run(plan: Plan, backend: str, arrays: Tensors, device: torch.device, buffers: Buffers | None = None) -> list[torch.Tensor]:
+    """Carry a plan out. Outputs named in `buffers` are written there."""
+    return run_interpreted(plan, arrays, buffers or {}) if backend == "interpret" else run_compiled(plan, arrays, device, buffers or {})
+
+
+def run_compiled(plan: Plan, arrays: Tensors, device: torch.device, buffers: Buffers) -> list[torch.Tensor]:
     """Carry a plan out on a GPU, on the device of the arrays and its current stream."""
 
     def execute(launch: Launch, inputs: list[torch.Tensor | None]) -> list[torch.Tensor]:
-        outputs = [empty(array, device) for array in launch.outputs.values()]
+        outputs = [buffers[name] if name in buffers else empty(array, device) for name, array in launch.outputs.items()]
         if launch.grid:
             pointers = [_absent(DTYPES[launch.wide], device) if x is None else x for x in inputs]
             options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": FP_FUSION}
@@ -47,11 +66,12 @@ def run_compiled(plan: Plan, arrays: dict[str, torch.Tensor | None], device: tor
         return plan.run(arrays, execute)
 
 
-def run_interpreted(plan: Plan, arrays: dict[str, torch.Tensor | None]) -> list[torch.Tensor]:
+def run_interpreted(plan: Plan, arrays: Tensors, buffers: Buffers) -> list[torch.Tensor]:
     """Carry a plan out on the CPU, in Triton's interpreter."""
+    views = {name: _bits(x) for name, x in buffers.items()}
 
     def execute(launch: Launch, inputs: list[torch.Tensor | None]) -> list[torch.Tensor]:
-        bits = interpret.execute(launch, [None if x is None else (_bits(x), NAMES[x.dtype]) for x in inputs])
+        bits = interpret.execute(launch, [None if x is None else (_bits(x), NAMES[x.dtype]) for x in inputs], views)
         return [torch.from_numpy(b).view(DTYPES[a.dtype]) for b, a in zip(bits, launch.outputs.values(), strict=True)]
 
     return plan.run(arrays, execute)

@@ -1,5 +1,7 @@
 """Named sizes of selective_scan, and inputs for them."""
 
+from functools import partial
+
 import numpy as np
 
 from bridge.case import Case
@@ -8,27 +10,36 @@ from bridge.ops.selective_scan.text import text_inputs
 OPTIONAL = ("D", "z", "delta_bias", "initial_state")
 
 
-def sample(rng: np.random.Generator, case: Case) -> dict[str, np.ndarray]:
-    """Values of the size that they have in a Mamba block: A from -1 to about -8, dt mostly below 1 and never negative."""
+def sample(rng: np.random.Generator, case: Case, B: str = "b t n", C: str = "b t n") -> dict[str, np.ndarray]:
+    """Values of the size that they have in a Mamba block: A from -1 to about -8, dt mostly below 1 and never negative.
+
+    B and C have the forms that are asked for. With a size s, that many sequences are packed, of random lengths.
+    """
     b, t, d, n = (case.sizes[dim] for dim in "btdn")
     normal = rng.standard_normal
+    drawn: dict[str, np.ndarray] = {}
+    if "s" in case.sizes:
+        drawn["cu_seqlens"] = np.array([0, *np.sort(rng.integers(0, t + 1, case.sizes["s"] - 1)), t], np.int32)
     delta, bias = normal((b, t, d)) - 2, normal(d) / 4
     softplus = case.options.get("delta_softplus")
-    return {
+    return drawn | {
         "x": normal((b, t, d)),
         "delta": delta if softplus else np.log1p(np.exp(delta)),
         "A": -np.exp(rng.uniform(0, 2, (d, n))),
-        "B": normal((b, t, n)),
-        "C": normal((b, t, n)),
+        "B": normal([case.sizes[dim] for dim in B.split()]),
+        "C": normal([case.sizes[dim] for dim in C.split()]),
         "D": normal(d),
         "z": normal((b, t, d)),
         "delta_bias": bias if softplus else np.abs(bias),
-        "initial_state": normal((b, d, n)),
+        "initial_state": normal((case.sizes.get("s", b), d, n)),
     }
 
 
-def case(name: str, b: int, t: int, d: int, n: int, without: tuple[str, ...] = (), **options) -> Case:
-    return Case(name, dict(b=b, t=t, d=d, n=n), sample, options, without)
+def case(
+    name: str, b: int, t: int, d: int, n: int, without: tuple[str, ...] = (), B: str = "b t n", C: str = "b t n", g=1, s=None, **options
+) -> Case:
+    sizes = dict(b=b, t=t, d=d, n=n, g=g) | ({"s": s} if s else {})
+    return Case(name, sizes, partial(sample, B=B, C=C), options, without)
 
 
 PLAIN = ("D", "z", "delta_bias")
@@ -36,10 +47,11 @@ PLAIN = ("D", "z", "delta_bias")
 # Small enough for the interpreter; every size is ragged somewhere.
 CASES = (
     case("base", 2, 19, 20, 16, PLAIN),
-    case("no initial state", 1, 9, 5, 3, OPTIONAL),
-    case("one step", 2, 1, 17, 4, PLAIN),
+    case("no initial state", 1, 9, 5, 3, OPTIONAL, C="d n"),
+    case("one step", 2, 1, 18, 4, PLAIN, B="b t g n", g=3),
     case("everything", 2, 21, 7, 5, delta_softplus=True),
-    case("several segments", 1, 67, 3, 2, PLAIN),
+    case("several segments", 1, 67, 3, 2, PLAIN, B="d n"),
+    case("packed", 1, 23, 10, 4, s=5, B="b t g n", C="b t g n", g=2, delta_softplus=True),
     Case("text", dict(b=2, t=24, d=16, n=8), text_inputs, {"delta_softplus": True}, ("initial_state",)),
 )
 

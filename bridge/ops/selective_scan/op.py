@@ -6,23 +6,37 @@
 
 (Gu and Dao, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", 2023, section 3.2: A is discretised
 exactly, B by Euler's rule.)
+
+b is the batch, t time, d channels, n states. With groups, channel c uses group c // (d/g) of B or C, which must divide d.
+B or C of shape d n is constant in time. The state before the first step is initial_state, or zero.
+
+cu_seqlens packs s sequences into one batch of size 1: sequence i takes the steps from cu_seqlens[i] to cu_seqlens[i+1],
+so that it rises from 0 to t. No state crosses a boundary; a sequence can be empty. Where its values can't be read without
+waiting (on a GPU, or while a function is traced) and don't rise from 0 to t, results are NaN.
+
+Dtypes can be mixed: each array is read in its own, arithmetic is in float32, and each gradient has the dtype of its input.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import numpy as np
 
 from bridge.language import sum_leading
 from bridge.op import Call, Op
-from bridge.ops.selective_scan import kernels
+from bridge.ops.selective_scan import backward as backwards
+from bridge.ops.selective_scan import forward as forwards
 from bridge.ops.selective_scan.cases import CASES
 from bridge.ops.selective_scan.reference import selective_scan as reference
 from bridge.options import Flag
 from bridge.plan import Launch, Plan, cdiv, power_of_two
-from bridge.signature import Array, Signature
+from bridge.signature import Array, Dims, Signature
 
 SIGNATURE = """
-    x: b t d, delta: b t d, A: d n, B: b t n, C: b t n, D?: d, z?: b t d, delta_bias?: d, initial_state?: b d n
-    -> y: b t d like x, final_state?: b d n wide x
+    x: b t d, delta: b t d, A: d n, B: b t n or b t g n or d n, C: b t n or b t g n or d n,
+    D?: d, z?: b t d, delta_bias?: d, initial_state?: s|b d n, *, cu_seqlens?: s+1 (int32 int64)
+    -> y: b t d like x, final_state?: s|b d n wide x
 """
 
 TILE = 8  # steps that are read, and taken backwards, together: their states fit the registers
@@ -38,6 +52,8 @@ class Layout:
     t: int
     d: int
     n: int
+    groups: int = 1
+    packed: int | None = None  # how many sequences share the batch
 
     @property
     def states(self) -> int:
@@ -45,8 +61,9 @@ class Layout:
 
     @property
     def channels(self) -> int:
-        """Channels of a program: 8 states a lane where it can be, and whole 32-byte sectors of a row."""
-        return min(max(256 // self.states, 16), 64)
+        """Channels of a program: 8 states a lane where it can be, and whole 32-byte sectors of a row. Of very many states,
+        as many channels as 8 warps have registers for."""
+        return min(max(256 // self.states, 16), 64) if self.states <= 128 else max(2048 // self.states, 4)
 
     @property
     def num_warps(self) -> int:
@@ -54,7 +71,8 @@ class Layout:
 
     @property
     def blocks(self) -> int:
-        return cdiv(self.d, self.channels)
+        """Blocks of channels in a group."""
+        return cdiv(self.d // self.groups, self.channels)
 
     @property
     def segment(self) -> int:
@@ -64,45 +82,104 @@ class Layout:
     @property
     def span(self) -> int:
         """Steps in a chunk, a multiple of the segment."""
-        wanted = max(1, min(cdiv(PROGRAMS, max(1, self.b * self.blocks)), self.t // SHORTEST))
+        programs = max(1, self.b * self.groups * self.blocks)
+        wanted = max(1, min(cdiv(PROGRAMS, programs), self.t // SHORTEST))
         return max(1, cdiv(cdiv(self.t, wanted), self.segment)) * self.segment
 
     @property
-    def chunks(self) -> int:
+    def sequences(self) -> int:
+        return self.b if self.packed is None else self.packed
+
+    @property
+    def each(self) -> int:
+        """Chunks of a sequence, at most."""
         return max(1, cdiv(self.t, self.span))
 
     @property
-    def constants(self) -> dict:
-        return dict(CHANNELS=self.d, STATES=self.n, BD=self.channels, BN=self.states)
+    def chunks(self) -> int:
+        """All chunks. Of packed sequences each has one at least, and no more than one that isn't full."""
+        return self.b * self.each if self.packed is None else self.packed + self.t // self.span
 
-    def grid(self, chunks: int) -> int:
-        return self.blocks * chunks * self.b
+    @property
+    def cut(self) -> tuple[int, int, int]:
+        return self.t, self.each, self.span
 
 
 class Passes:
-    """What the two plans share: the layout of a call, and how a launch is written."""
+    """What the plans share: the layout of a call, and how a launch is written.
 
-    def __init__(self, call: Call):
-        self.call = call
-        self.layout = Layout(*(call.sizes[dim] for dim in "btdn"))
-        self.wide = call.outputs["final_state"].dtype
+    `renamed` says under which names this op has what the kernels call initial_state and final_state.
+    """
+
+    def __init__(self, call: Call, renamed: Mapping[str, str] | None = None):
+        self.call, self.renamed = call, renamed or {}
+        sizes, forms = call.sizes, call.sizes.forms
+        self.groups = {name: self.groups_of(forms[name]) for name in "BC"}
+        groups = max(1, *self.groups.values())
+        packed = sizes["s"] if call.has("cu_seqlens") else None
+        self.layout = Layout(sizes["b"], sizes.get("t", 1), sizes["d"], sizes["n"], groups, packed)
+        self.wide = "float64" if call.dtypes["x"] == "float64" else "float32"
         self.flags = {
+            "BD": self.layout.channels,
             "SOFTPLUS": call.options["delta_softplus"],
+            "PACKED": packed is not None,
+            "GB": self.groups["B"],
+            "GC": self.groups["C"],
             "HAS_D": call.has("D"),
             "HAS_Z": call.has("z"),
             "HAS_BIAS": call.has("delta_bias"),
-            "HAS_INITIAL": call.has("initial_state"),
+            "HAS_INITIAL": call.has(self.name("initial_state")),
         }
+
+    def groups_of(self, form: Dims) -> int:
+        """How many groups of channels have a B or C of their own; 0 where it is constant in time."""
+        return 0 if "b" not in form else self.call.sizes["g"] if "g" in form else 1
+
+    def name(self, kernels_name: str) -> str:
+        return self.renamed.get(kernels_name, kernels_name)
 
     def array(self, *shape: int) -> Array:
         return Array(shape, self.wide)
 
-    def launch(self, kernel, chunks, inputs, scalars, outputs, flags=(), **constants) -> Launch:
-        flags = {name: self.flags[name] for name in flags}
+    def launch(self, kernel, count: int, inputs, scalars, outputs, flags=(), **constants) -> Launch:
+        """A program for each block of channels and each of `count` chunks or sequences."""
+        k, flags = self.layout, {name: self.flags[name] for name in flags}
+        sizes = dict(CHANNELS=k.d, STATES=k.n, GROUPS=k.groups, BD=k.channels, BN=k.states)
         return Launch(
-            kernel, self.layout.grid(chunks), tuple(inputs), scalars, outputs, {**self.layout.constants, **constants, **flags},
-            wide=self.wide, num_warps=self.layout.num_warps,
+            kernel, k.groups * k.blocks * count, tuple(map(self.name, inputs)), scalars, outputs, {**sizes, **constants, **flags},
+            wide=self.wide, num_warps=k.num_warps,
         )  # fmt: skip
+
+    def cuts(self) -> list[Launch]:
+        """The chunks of packed sequences."""
+        k = self.layout
+        if k.packed is None:
+            return []
+        outputs = {"cuts": Array((k.chunks, 5), "int32"), "offsets": Array((k.packed + 1,), "int32"), "poison": self.array(1)}
+        scalars = (k.packed, k.t, k.chunks, k.span)
+        return [Launch(forwards.cut_sequences, k.packed + 1, ("cu_seqlens",), scalars, outputs, {"BLOCK": 256}, wide=self.wide)]
+
+    def reverse(self, needs: tuple[str, ...]) -> list[Launch]:
+        """The backward sweep and the sums of what leaves it in parts."""
+        k, call = self.layout, self.call
+        gradients = {f"d{name}": Array(call.given[name].shape, call.given[name].dtype) for name in needs}
+        # Gradients that are summed over programs leave the sweep as partial sums: name -> how many there are.
+        partial = {"dA": k.chunks, "dD": k.chunks, "ddelta_bias": k.chunks}
+        for name, groups in self.groups.items():
+            partial[f"d{name}"] = k.chunks if not groups else k.blocks if groups == k.groups else k.groups * k.blocks
+        parts = {name: self.array(count, *gradients[name].shape) for name, count in partial.items() if name in gradients}
+        initial = f"d{self.name('initial_state')}"
+        names = ("dx", "ddelta", "dz", initial, "dA", "dB", "dC", "dD", "ddelta_bias")
+        needed = {"NEED_X": "dx", "NEED_DELTA": "ddelta", "NEED_A": "dA", "NEED_B": "dB", "NEED_C": "dC", "NEED_D": "dD"}
+        needed |= {"NEED_Z": "dz", "NEED_BIAS": "ddelta_bias", "NEED_INITIAL": initial}
+        sweep = self.launch(
+            backwards.reverse, k.chunks,
+            (*"x delta A B C D z delta_bias initial_state fine carries cuts poison dy".split(), "dfinal_state"), (*k.cut, k.b),
+            {(f"{n}_parts" if n in parts else n): parts.get(n) or gradients.get(n) or self.array(1) for n in names},
+            ("SOFTPLUS", "GB", "GC", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED"), TILE=TILE,
+            **{flag: name in gradients for flag, name in needed.items()},
+        )  # fmt: skip
+        return [sweep, *(self.sum(f"{name}_parts", partial[name], name, gradients[name]) for name in parts)]
 
     def sum(self, source: str, count: int, name: str, result: Array) -> Launch:
         size, block = math.prod(result.shape), 256
@@ -111,32 +188,31 @@ class Passes:
 
 def saved(call: Call) -> dict[str, Array]:
     """The state before every segment of time."""
-    k = Passes(call).layout
-    return {"states": Passes(call).array(k.b, cdiv(k.t, k.segment), k.n, k.d)}
+    passes, k = Passes(call), Passes(call).layout
+    return {"states": passes.array(k.b, cdiv(k.t, k.segment), k.n, k.d)}
 
 
 def forward(call: Call, save: bool) -> Plan:
     passes, k = Passes(call), Passes(call).layout
-    b, d, n, t = k.b, k.d, k.n, k.t
-    launches = []
-    if k.chunks > 1:
+    launches = passes.cuts()
+    if k.each > 1:
         launches += [
             passes.launch(
-                kernels.chunk_ends, k.chunks - 1, ("x", "delta", "A", "B", "delta_bias"), (t, k.chunks, k.span),
-                {"ends": passes.array(b, k.chunks - 1, n, d), "elapsed": passes.array(b, k.chunks - 1, d)},
-                ("SOFTPLUS", "HAS_BIAS"), TILE=TILE,
+                forwards.chunk_ends, k.chunks, ("x", "delta", "A", "B", "delta_bias", "cuts"), k.cut,
+                {"ends": passes.array(k.chunks, k.n, k.d), "elapsed": passes.array(k.chunks, k.d)},
+                ("GB", "SOFTPLUS", "HAS_BIAS", "PACKED"), TILE=TILE,
             ),
             passes.launch(
-                kernels.chunk_starts, 1, ("A", "initial_state", "ends", "elapsed"), (k.chunks,),
-                {"starts": passes.array(b, k.chunks - 1, n, d)}, ("HAS_INITIAL",),
+                forwards.chunk_starts, k.sequences, ("A", "initial_state", "ends", "elapsed", "offsets"), (k.each,),
+                {"starts": passes.array(k.chunks, k.n, k.d)}, ("HAS_INITIAL", "PACKED"),
             ),
         ]  # fmt: skip
     states = saved(call) if save else {"states": passes.array(1)}
     launches.append(
         passes.launch(
-            kernels.scan, k.chunks, ("x", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state", "starts"), (t, k.chunks, k.span),
+            forwards.scan, k.chunks, "x delta A B C D z delta_bias initial_state starts cuts poison".split(), k.cut,
             {**call.outputs, **states},
-            ("SOFTPLUS", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL"), TILE=TILE, SEGMENT=k.segment if save else 0,
+            ("GB", "GC", "SOFTPLUS", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED"), TILE=TILE, SEGMENT=k.segment if save else 0,
         )
     )  # fmt: skip
     return Plan(tuple(launches), tuple(selective_scan.results(call, save)))
@@ -144,63 +220,67 @@ def forward(call: Call, save: bool) -> Plan:
 
 def backward(call: Call, needs: tuple[str, ...]) -> Plan:
     passes, k = Passes(call), Passes(call).layout
-    b, t, d, n = k.b, k.t, k.d, k.n
-    spans = (t, k.chunks, k.span) if k.chunks > 1 else (t, cdiv(t, k.segment), k.segment)
-    carry = k.chunks > 1
-    launches = [
+    carry = k.each > 1
+    # One chunk a sequence leaves most of a GPU idle, and from the states that were kept every segment can start at once.
+    chunks, cut = k.chunks, k.cut
+    if not carry and k.packed is None:
+        each = cdiv(k.t, k.segment)
+        chunks, cut = k.b * each, (k.t, each, k.segment)
+    launches = passes.cuts()
+    launches.append(
         passes.launch(
-            kernels.recompute, spans[1], ("x", "delta", "A", "B", "C", "z", "delta_bias", "states", "dy"), spans,
+            backwards.recompute, chunks, "x delta A B C z delta_bias initial_state states cuts poison dy".split(), cut,
             {
-                "fine": passes.array(b, cdiv(t, TILE), n, d),
-                "heads": passes.array(b, k.chunks, n, d) if carry else passes.array(1),
-                "elapsed": passes.array(b, k.chunks, d) if carry else passes.array(1),
+                "fine": passes.array(k.b, cdiv(k.t, TILE), k.n, k.d),
+                "heads": passes.array(k.chunks, k.n, k.d) if carry else passes.array(1),
+                "elapsed": passes.array(k.chunks, k.d) if carry else passes.array(1),
             },
-            ("SOFTPLUS", "HAS_Z", "HAS_BIAS"), TILE=TILE, SEGMENT=k.segment, CARRY=carry,
+            ("GB", "GC", "SOFTPLUS", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED"), TILE=TILE, SEGMENT=k.segment, CARRY=carry,
         )
-    ]  # fmt: skip
+    )  # fmt: skip
     if carry:
         launches.append(
             passes.launch(
-                kernels.chunk_carries, 1, ("A", "heads", "elapsed", "dfinal_state"), (k.chunks,),
-                {"carries": passes.array(b, k.chunks - 1, n, d)},
+                backwards.chunk_carries, k.sequences, ("A", "heads", "elapsed", "dfinal_state", "offsets"), (k.each,),
+                {"carries": passes.array(k.chunks, k.n, k.d)}, ("PACKED",),
             )
         )  # fmt: skip
-    gradients = {f"d{name}": Array(array.shape, array.dtype) for name, array in call.given.items() if array and name in needs}
-    # Gradients that are summed over programs leave the sweep as partial sums: name -> (how many, what one looks like).
-    partial = {
-        "dA": (b * k.chunks, (d, n)), "dD": (b * k.chunks, (d,)), "ddelta_bias": (b * k.chunks, (d,)),
-        "dB": (k.blocks, (b, t, n)), "dC": (k.blocks, (b, t, n)),
-    }  # fmt: skip
-    parts = {name: passes.array(count, *shape) for name, (count, shape) in partial.items() if name in gradients}
+    launches += passes.reverse(needs)
+    return Plan(tuple(launches), tuple(f"d{name}" for name in needs))
 
-    def written(name: str) -> Array:
-        return parts.get(name) or gradients.get(name) or passes.array(1)
 
-    names = ("dx", "ddelta", "dz", "dinitial_state", "dA", "dB", "dC", "dD", "ddelta_bias")
-    needed = {"NEED_X": "dx", "NEED_DELTA": "ddelta", "NEED_A": "dA", "NEED_B": "dB", "NEED_C": "dC", "NEED_D": "dD", "NEED_Z": "dz"}
-    needed |= {"NEED_BIAS": "ddelta_bias", "NEED_INITIAL": "dinitial_state"}
-    launches.append(
-        passes.launch(
-            kernels.reverse, k.chunks,
-            ("x", "delta", "A", "B", "C", "D", "z", "delta_bias", "fine", "carries", "dy", "dfinal_state"), (t, k.chunks, k.span, b),
-            {(name + "_parts" if name in parts else name): written(name) for name in names},
-            ("SOFTPLUS", "HAS_D", "HAS_Z", "HAS_BIAS"), TILE=TILE, **{flag: name in gradients for flag, name in needed.items()},
-        )
-    )  # fmt: skip
-    launches += [passes.sum(f"{name}_parts", partial[name][0], name, gradients[name]) for name in parts]
-    return Plan(tuple(launches), tuple(gradients))
+def refuse(call: Call) -> str | None:
+    """What is wrong with the shapes of a call, beyond what the signature says."""
+    sizes = call.sizes
+    if sizes.get("g") == 0 or sizes["d"] % sizes.get("g", 1):
+        name = next(name for name in "BC" if "g" in sizes.forms[name])
+        shape, form = call.given[name].shape, " ".join(sizes.forms[name])
+        return f"{name} must have shape ({form}) with g a divisor of d = {sizes['d']}, got {shape}"
+    if call.has("cu_seqlens") and sizes["b"] != 1:
+        return f"x must have shape (b t d) with b = 1 where cu_seqlens packs sequences, got {call.given['x'].shape}"
+    return None
+
+
+def refuse_cu_seqlens(call: Call, values: np.ndarray) -> str | None:
+    if values[0] != 0 or values[-1] != call.sizes["t"] or (np.diff(values) < 0).any():
+        return f"must rise from 0 to t = {call.sizes['t']} (set by x), never falling, got {np.array2string(values, threshold=20)}"
+    return None
 
 
 selective_scan = Op(
     name="selective_scan",
     signature=Signature.parse(SIGNATURE),
     options={"delta_softplus": Flag()},
+    limits={"s": range(1, 1 << 31)},
+    refuse=refuse,
+    values={"cu_seqlens": refuse_cu_seqlens},
     reference=reference,
     forward=forward,
     saves=lambda options: ("states",),
     saved=saved,
     backward=backward,
     batch="b",
+    packing="cu_seqlens",
     cases=CASES,
     doc=__doc__ or "",
 )

@@ -1,0 +1,159 @@
+"""What the kernels of selective_scan share: which part of a call a program owns, and how its tiles are read.
+
+A program owns BD channels of one group with all their states, as one [BN, BD] tile h, for one chunk of time of one
+sequence. It reads TILE steps at a time and takes them one after another. Where there are fewer programs than a GPU
+wants, a sequence is cut into chunks: the end of a chunk is a linear function of its start, so a first pass finds what
+each chunk adds, a second strings them together, and the scan proper runs all chunks at once.
+
+Sizes: `steps` t, CHANNELS d, STATES n, GROUPS g; GB and GC are the groups of B and of C (0 for one that is constant in
+time). Time beyond the end of a chunk has step size 0: decay 1, input 0, so that states and carries pass through
+unchanged, and only stores need to know.
+
+A batch holds one sequence, or, where sequences are packed, the only batch holds them all. Then chunks are not equally
+long, and `cuts` lists them (`cut_sequences` in forward.py).
+"""
+
+import triton
+import triton.language as tl
+
+from bridge.language import LOG2E, rows, sigmoid, softplus
+
+CUT = tl.constexpr(5)  # numbers in a row of `cuts`
+
+
+@triton.jit
+def own(CHANNELS: tl.constexpr, GROUPS: tl.constexpr, BD: tl.constexpr):
+    """A program's block of channels, its group, the channels, which of them there are; and what else the program has to
+    take: a chunk or a sequence. Neighbours share time, and so the rows of B and C."""
+    size: tl.constexpr = CHANNELS // GROUPS
+    blocks: tl.constexpr = (size + BD - 1) // BD
+    program = tl.program_id(0)
+    block = program % (GROUPS * blocks)
+    within = block % blocks * BD + tl.arange(0, BD)
+    return block, block // blocks, block // blocks * size + within, within < size, program // (GROUPS * blocks)
+
+
+@triton.jit
+def chunk_of(cuts, index, steps, chunks, span, PACKED: tl.constexpr):
+    """A chunk's sequence and batch, its first step and the one behind its last, and whether the sequence begins with it
+    and ends with it."""
+    if PACKED:
+        at = cuts + index.to(tl.int64) * CUT
+        sequence, begin, end = tl.load(at).to(tl.int64), tl.load(at + 1), tl.load(at + 2)
+        return sequence, sequence * 0, begin, end, begin == tl.load(at + 3), end == tl.load(at + 4)
+    else:
+        sequence, begin = (index // chunks).to(tl.int64), index % chunks * span
+        return sequence, sequence, begin, tl.minimum(begin + span, steps), begin == 0, index % chunks == chunks - 1
+
+
+@triton.jit
+def chunks_of(offsets, sequence, chunks, PACKED: tl.constexpr):
+    """The first chunk of a sequence, and the one behind its last."""
+    if PACKED:
+        return tl.load(offsets + sequence), tl.load(offsets + sequence + 1)
+    else:
+        return sequence * chunks, (sequence + 1) * chunks
+
+
+@triton.jit
+def where_true(channel, ours, condition, CHANNELS: tl.constexpr):
+    """`ours` where a scalar condition holds. (The interpreter has no masks of a tile and a scalar.)"""
+    return ours & (channel < tl.where(condition, CHANNELS, 0))
+
+
+@triton.jit
+def grow(exponent):
+    """2^exponent, at most about the largest number there is: of a state that is zero it makes zero, where infinity made NaN."""
+    largest: tl.constexpr = 1023.9999999999999 if exponent.dtype == tl.float64 else 127.99999
+    return tl.exp2(tl.minimum(exponent, largest, propagate_nan=tl.PropagateNan.ALL))
+
+
+@triton.jit
+def load_channels(pointer, row, channel, inside, wide: tl.constexpr, CHANNELS: tl.constexpr, TILE: tl.constexpr):
+    """[TILE, BD] from a (b t) d array, from `row` on."""
+    at = tl.arange(0, TILE)[:, None] * CHANNELS + channel[None, :]
+    return tl.load(pointer + row * CHANNELS + at, mask=inside, other=0.0).to(wide)
+
+
+@triton.jit
+def load_vector(pointer, channel, ours, wide: tl.constexpr, PRESENT: tl.constexpr):
+    """[BD] from an array d, zeros where it isn't there."""
+    if PRESENT:
+        return tl.load(pointer + channel, mask=ours, other=0.0).to(wide)
+    else:
+        return tl.zeros(channel.shape, wide)
+
+
+@triton.jit
+def load_matrix(pointer, channel, ours, wide: tl.constexpr, PRESENT: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr):
+    """[BN, BD] from an array d n; nothing to speak of where it isn't wanted."""
+    if PRESENT:
+        state = tl.arange(0, BN)[:, None]
+        at = channel[None, :].to(tl.int64) * STATES + state
+        return tl.load(pointer + at, mask=(state < STATES) & ours[None, :], other=0.0).to(wide)
+    else:
+        return 0.0
+
+
+@triton.jit
+def load_decay(A, channel, ours, wide: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr):
+    """A log2(e), [BN, BD]: exp(dt A) is then one exp2."""
+    return load_matrix(A, channel, ours, wide, True, STATES, BN) * LOG2E
+
+
+@triton.jit
+def load_projection(
+    pointer, constant, row, left, group, wide: tl.constexpr, G: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr
+):
+    """TILE steps of B or C from `row` on, of which `left` lie within the chunk, each to be multiplied with [BN, BD].
+
+    pointer: (b t) g n. Where it is constant in time (G = 0), it was read before, by load_matrix.
+    """
+    made = ()
+    if G == 0:
+        for _ in tl.static_range(TILE):
+            made = made + (constant,)
+    else:
+        step, state = tl.arange(0, TILE)[:, None], tl.arange(0, BN)[None, :]
+        at = (row * G + (group if G > 1 else 0)) * STATES + step * (G * STATES) + state
+        tile = tl.load(pointer + at, mask=(step < left) & (state < STATES), other=0.0)
+        pieces = rows(tile.to(wide), TILE, BN)
+        for i in tl.static_range(TILE):
+            made = made + (pieces[i][:, None],)
+    return made
+
+
+@triton.jit
+def at_states(index, channel, CHANNELS: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr):
+    """Offsets [BN, BD] of entry `index` in an array (...) n d."""
+    return (index * STATES + tl.arange(0, BN)[:, None]) * CHANNELS + channel[None, :]
+
+
+@triton.jit
+def load_state(
+    pointer, sequence, channel, ours, wide: tl.constexpr, PRESENT: tl.constexpr, CHANNELS: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr
+):  # fmt: skip
+    """[BN, BD] from an array (...) d n, zeros where it isn't there."""
+    if PRESENT:
+        return load_matrix(pointer + sequence * (CHANNELS * STATES), channel, ours, wide, True, STATES, BN)
+    else:
+        return tl.zeros((BN, channel.shape[0]), wide)
+
+
+@triton.jit
+def store_state(pointer, sequence, channel, ours, h, CHANNELS: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr):
+    """h [BN, BD] into an array (...) d n."""
+    state = tl.arange(0, BN)[:, None]
+    at = (sequence * CHANNELS + channel[None, :]) * STATES + state
+    tl.store(pointer + at, h.to(pointer.dtype.element_ty), mask=(state < STATES) & ours[None, :])
+
+
+@triton.jit
+def step_sizes(delta, delta_bias, inside, SOFTPLUS: tl.constexpr):
+    """dt from delta, and d dt / d delta; both 0 outside the sequence."""
+    dt = delta + delta_bias
+    slope = tl.full(dt.shape, 1.0, dt.dtype)
+    if SOFTPLUS:
+        slope = sigmoid(dt)
+        dt = softplus(dt)
+    return tl.where(inside, dt, 0.0), tl.where(inside, slope, 0.0)

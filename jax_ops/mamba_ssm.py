@@ -1,0 +1,23 @@
+"""The scan under the name and in the layouts of the mamba-ssm package: time last."""
+
+import jax.numpy as jnp
+
+import jax_ops
+
+
+def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False):
+    """y, and with return_last_state the state behind the last step.
+
+    u, delta, z, y: b d t. A: d n. B and C: b n t or b g n t, or d n where they are constant in time. D, delta_bias: d.
+    last_state: b d n, float32 (float64 when u is). y has u's dtype.
+    """
+    made = jax_ops.selective_scan(
+        _time_second(u), _time_second(delta), A, _time_second(B), _time_second(C), D, _time_second(z), delta_bias,
+        delta_softplus=delta_softplus, return_final_state=return_last_state,
+    )  # fmt: skip
+    y, *state = made if return_last_state else (made,)
+    return (jnp.moveaxis(y, 1, -1), *state) if state else jnp.moveaxis(y, 1, -1)
+
+
+def _time_second(x):
+    return jnp.moveaxis(x, -1, 1) if getattr(x, "ndim", 0) > 2 else x
