@@ -28,7 +28,7 @@ def execute(
 ) -> list[np.ndarray]:
     """Run one launch. Inputs are pairs of bits and dtype; the outputs are bits, of the dtypes that the launch names. Those
     named in `buffers` are written there."""
-    buffers = buffers or {}
+    buffers = {o: inputs[launch.inputs.index(i)][0] for o, i in launch.over.items()} | dict(buffers or {})  # type: ignore[index]
     outputs = [buffers[name] if name in buffers else empty(array) for name, array in launch.outputs.items()]
     if launch.grid:
         absent = (np.zeros(1, STORAGE[launch.wide]), launch.wide)

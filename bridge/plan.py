@@ -26,7 +26,8 @@ class Launch:
     """One kernel. Its parameters stand in the order inputs, scalars, outputs, constants.
 
     An input that isn't there (an optional argument, say) is handed over as an empty array of dtype `wide`; a constant
-    tells the kernel not to read it.
+    tells the kernel not to read it. `over` names outputs that take the memory of an input, where the executor can do that:
+    an array of the same shape that no later launch reads, and that the kernel has read before it writes there.
     """
 
     kernel: Any
@@ -38,6 +39,7 @@ class Launch:
     wide: str = "float32"
     num_warps: int = 4
     num_stages: int = 3
+    over: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ class Size(int):
 
 @cache
 def _triton_call() -> Callable[..., Any]:
-    """jax-triton's entry, as call(*arguments, outputs, fp_fusion, **rest).
+    """jax-triton's entry, as call(*arguments, outputs, fp_fusion, over, **rest). `over` maps inputs to the outputs that take
+    their memory, by position; the newer generation hands one pointer over for both, and so gives the outputs memory of their own.
 
     Importing it takes a folder for compiled kernels that TRITON_CACHE_DIR names away from Triton: it is put back.
     """
@@ -47,8 +48,8 @@ def _triton_call() -> Callable[..., Any]:
             os.environ["TRITON_CACHE_DIR"] = folder
     first = tuple(int(part) for part in jax_triton.__version__.split(".")[:2]) < (0, 4)
 
-    def call(*arguments, outputs, fp_fusion, **rest):
-        differing = {"out_shape": outputs, "enable_fp_fusion": fp_fusion}
+    def call(*arguments, outputs, fp_fusion, over, **rest):
+        differing = {"out_shape": outputs, "enable_fp_fusion": fp_fusion, "input_output_aliases": over}
         if not first:
             differing = {"out_type": outputs, "backend_options": {"enable_fp_fusion": fp_fusion}}
         return jax_triton.triton_call(*arguments, **differing, **rest)
@@ -70,7 +71,8 @@ def run_compiled(plan: Plan, arrays: dict[str, jax.Array | None]) -> list[jax.Ar
         types = [jax.ShapeDtypeStruct(a.shape if np.prod(a.shape) else (1,), a.dtype) for a in outputs]
         made = triton_call(
             *pointers, *scalars, kernel=launch.kernel, grid=(launch.grid,), num_warps=launch.num_warps,
-            num_stages=launch.num_stages, compute_capability=TARGET, outputs=types, fp_fusion=FP_FUSION, **launch.constants,
+            num_stages=launch.num_stages, compute_capability=TARGET, outputs=types, fp_fusion=FP_FUSION,
+            over={launch.inputs.index(i): list(launch.outputs).index(o) for o, i in launch.over.items()}, **launch.constants,
         )  # fmt: skip
         return [m.reshape(a.shape) if np.prod(a.shape) else jnp.zeros(a.shape, a.dtype) for m, a in zip(made, outputs, strict=True)]
 

@@ -54,7 +54,8 @@ def run_compiled(plan: Plan, arrays: Tensors, device: torch.device, buffers: Buf
     """Carry a plan out on a GPU, on the device of the arrays and its current stream."""
 
     def execute(launch: Launch, inputs: list[torch.Tensor | None]) -> list[torch.Tensor]:
-        outputs = [buffers[name] if name in buffers else empty(array, device) for name, array in launch.outputs.items()]
+        known = {**buffers, **{o: inputs[launch.inputs.index(i)] for o, i in launch.over.items()}}
+        outputs = [known[name] if name in known else empty(array, device) for name, array in launch.outputs.items()]
         if launch.grid:
             pointers = [_absent(DTYPES[launch.wide], device) if x is None else x for x in inputs]
             options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": FP_FUSION}

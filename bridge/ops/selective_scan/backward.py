@@ -10,21 +10,21 @@ import triton.language as tl
 
 from bridge.language import LN2, rows, sigmoid, sum_products
 from bridge.ops.selective_scan.tiles import (
-    at_states, chunk_of, chunks_of, grow, load_channels, load_decay, load_matrix, load_projection, load_state, load_vector, own, step_sizes,
+    at_states, at_tile, chunk_of, chunks_of, grow, load_channels, load_decay, load_matrix, load_projection, load_state, load_vector, own, step_sizes,
     store_state, where_true,
 )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["steps", "chunks", "span"])
+@triton.jit(do_not_specialize=["steps", "chunks", "span", "batches"])
 def recompute(
     x, delta, A, B, C, z, delta_bias, initial_state, states, cuts, poison, dy,
-    steps, chunks, span,
+    steps, chunks, span, batches,
     fine, heads, elapsed,
     CHANNELS: tl.constexpr, STATES: tl.constexpr, GROUPS: tl.constexpr, GB: tl.constexpr, GC: tl.constexpr,
     BD: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_INITIAL: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr, CARRY: tl.constexpr,
 ):  # fmt: skip
-    """The state before every TILE-th step of a sequence but the first (b ceil(t/TILE) n d).
+    """The state before every TILE-th step of a sequence but the first, into the workspace.
 
     CARRY: also what each chunk adds to the carry of the backward sweep, which goes from its end to its start
     (chunks n d): the sum over its steps of (product of the decays up to there) dp_t C_t; and its sum of dt (chunks d).
@@ -52,8 +52,8 @@ def recompute(
         first = begin + start
         row = batch * steps + first
         if (start > 0) | (opens == 0):
-            at = at_states(batch * tl.cdiv(steps, TILE) + first // TILE, channel, CHANNELS, STATES, BN)
-            tl.store(fine + at, h, mask=square)
+            at = at_tile(block, batch, batches, first, steps, TILE, STATES, BD)
+            tl.store(fine + at + tl.arange(0, BN)[:, None] * BD + tl.arange(0, BD)[None, :], h, mask=square)
         inside = (first + tl.arange(0, TILE) < end)[:, None] & ours[None, :]
         xs = load_channels(x, row, channel, inside, wide, CHANNELS, TILE)
         dts, slope = step_sizes(load_channels(delta, row, channel, inside, wide, CHANNELS, TILE), bias[None, :], inside, SOFTPLUS)
@@ -105,7 +105,7 @@ def chunk_carries(
 def reverse(
     x, delta, A, B, C, D, z, delta_bias, initial_state, fine, carries, cuts, poison, dy, dfinal_state,
     steps, chunks, span, batches,
-    dx, ddelta, dz, dinitial_state, dA, dB, dC, dD, dbias,
+    dx, ddelta, dz, dinitial_state, dA, dB, dC, dD, dbias, parts,
     CHANNELS: tl.constexpr, STATES: tl.constexpr, GROUPS: tl.constexpr, GB: tl.constexpr, GC: tl.constexpr,
     BD: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr, PACKED: tl.constexpr,
@@ -115,8 +115,8 @@ def reverse(
     """The backward sweep.
 
     dx, ddelta, dz: b t d. dinitial_state: b d n, or s d n. Partial sums: dA, and dB and dC where they are constant in
-    time, chunks d n, dD and dbias chunks d over the steps of a chunk; else dB and dC blocks b t g n over the channels of
-    a block.
+    time, chunks d n, dD and dbias chunks d over the steps of a chunk. Else dB and dC over the channels of a block are left
+    in `parts`.
     """
     wide: tl.constexpr = fine.dtype.element_ty
     block, group, channel, ours, index = own(CHANNELS, GROUPS, BD)
@@ -161,10 +161,11 @@ def reverse(
         if (k == tiles - 1) & opens:
             start = load_state(initial_state, sequence, channel, ours, wide, HAS_INITIAL, CHANNELS, STATES, BN)
         else:
-            at = at_states(batch * tl.cdiv(steps, TILE) + first // TILE, channel, CHANNELS, STATES, BN)
-            start = tl.load(fine + at, mask=square, other=0.0)
+            at = at_tile(block, batch, batches, first, steps, TILE, STATES, BD)
+            start = tl.load(fine + at + state[:, None] * BD + tl.arange(0, BD)[None, :], mask=square, other=0.0)
         if PACKED:
             start += tl.load(poison)
+        tl.debug_barrier()  # `parts` can be `fine`: no warp writes there before all have read
         h = (start,)
         for i in tl.static_range(TILE):
             h = h + (grow(dt[i][None, :] * decay) * h[i] + (dt[i] * xt[i])[None, :] * Bt[i],)
@@ -196,19 +197,20 @@ def reverse(
                 if HAS_D:
                     ungated += skip * xt[i]
                 tl.store(dz + at, (gate_slope[i] * ungated).to(dz.dtype.element_ty), mask=here)
-            within = first + i < end
+            at = at_tile(block, batch, batches, first + i, steps, TILE, STATES, BD) + (first + i) % TILE * STATES + state
+            there = state < tl.where(first + i < end, STATES, 0)
             if NEED_B:
                 of_B = g * (dt[i] * xt[i])[None, :]
                 if GB == 0:
                     sum_B += of_B
                 else:
-                    store_projection(dB, of_B, square, row + i, within, block, group, batches * tl.cast(steps, tl.int64), GB, CHANNELS, STATES, GROUPS, BN)
+                    tl.store(parts + at, sum_products(of_B, square, 1), mask=there)
             if NEED_C:
                 of_C = dp[i][None, :] * h[i + 1]
                 if GC == 0:
                     sum_C += of_C
                 else:
-                    store_projection(dC, of_C, square, row + i, within, block, group, batches * tl.cast(steps, tl.int64), GC, CHANNELS, STATES, GROUPS, BN)
+                    tl.store(parts + at + TILE * STATES, sum_products(of_C, square, 1), mask=there)
     if NEED_A:
         store_state(dA, chunk, channel, ours, sum_A, CHANNELS, STATES, BN)
     if NEED_B and GB == 0:
@@ -224,20 +226,24 @@ def reverse(
             store_state(dinitial_state, sequence, channel, ours, carry, CHANNELS, STATES, BN)
 
 
-@triton.jit
-def store_projection(
-    pointer, terms, square, row, within, block, group, rows,
-    G: tl.constexpr, CHANNELS: tl.constexpr, STATES: tl.constexpr, GROUPS: tl.constexpr, BN: tl.constexpr,
+@triton.jit(do_not_specialize=["steps", "batches"])
+def sum_blocks(
+    parts,
+    steps, batches,
+    total,
+    CHANNELS: tl.constexpr, STATES: tl.constexpr, GROUPS: tl.constexpr, BD: tl.constexpr, TILE: tl.constexpr, G: tl.constexpr,
+    SECOND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One step's [BN, BD] terms of dB or dC, summed over this program's channels, into an array blocks (b t) g n.
-
-    Blocks are those of a group where G is all groups. They are those of all groups where G is 1 and others have more.
-    """
-    BD: tl.constexpr = terms.shape[1]
+    """dB, or with SECOND dC (b t g n): for each step and group the sum of what its blocks of channels add, in their order."""
     blocks: tl.constexpr = (CHANNELS // GROUPS + BD - 1) // BD
-    state = tl.arange(0, BN)
-    if G == GROUPS:
-        at = ((block % blocks * rows + row) * G + group) * STATES + state
-    else:
-        at = (block * rows + row) * STATES + state
-    tl.store(pointer + at, sum_products(terms, square, 1), mask=state < tl.where(within, STATES, 0))
+    count: tl.constexpr = blocks if G == GROUPS else GROUPS * blocks
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    state, group, row = i % STATES, i // STATES % G, i // (STATES * G)
+    batch, step = row // steps, row % steps
+    here = batch < batches
+    at = step % TILE * STATES + state + (TILE * STATES if SECOND else 0)
+    acc = tl.zeros((BLOCK,), parts.dtype.element_ty)
+    for k in range(count):
+        block = group * count + k
+        acc += tl.load(parts + at_tile(block, batch, batches, step, steps, TILE, STATES, BD) + at, mask=here, other=0.0)
+    tl.store(total + i, acc.to(total.dtype.element_ty), mask=here)

@@ -141,13 +141,13 @@ class Passes:
     def array(self, *shape: int) -> Array:
         return Array(shape, self.wide)
 
-    def launch(self, kernel, count: int, inputs, scalars, outputs, flags=(), **constants) -> Launch:
+    def launch(self, kernel, count: int, inputs, scalars, outputs, flags=(), over=None, **constants) -> Launch:
         """A program for each block of channels and each of `count` chunks or sequences."""
         k, flags = self.layout, {name: self.flags[name] for name in flags}
         sizes = dict(CHANNELS=k.d, STATES=k.n, GROUPS=k.groups, BD=k.channels, BN=k.states)
         return Launch(
             kernel, k.groups * k.blocks * count, tuple(map(self.name, inputs)), scalars, outputs, {**sizes, **constants, **flags},
-            wide=self.wide, num_warps=k.num_warps,
+            wide=self.wide, num_warps=k.num_warps, over=over or {},
         )  # fmt: skip
 
     def cuts(self) -> list[Launch]:
@@ -159,27 +159,49 @@ class Passes:
         scalars = (k.packed, k.t, k.chunks, k.span)
         return [Launch(forwards.cut_sequences, k.packed + 1, ("cu_seqlens",), scalars, outputs, {"BLOCK": 256}, wide=self.wide)]
 
-    def reverse(self, needs: tuple[str, ...]) -> list[Launch]:
+    def workspace(self) -> Array:
+        """The state before every tile of time, then dB and dC of its steps. In tiles.py, at_tile says what lies where."""
+        k = self.layout
+        return self.array(k.groups * k.blocks, k.b, cdiv(k.t, TILE), k.n * max(k.channels, 2 * TILE))
+
+    def reverse(self, needs: tuple[str, ...], over: Mapping[str, str] | None = None) -> list[Launch]:
         """The backward sweep and the sums of what leaves it in parts."""
         k, call = self.layout, self.call
         gradients = {f"d{name}": Array(call.given[name].shape, call.given[name].dtype) for name in needs}
-        # Gradients that are summed over programs leave the sweep as partial sums: name -> how many there are.
-        partial = {"dA": k.chunks, "dD": k.chunks, "ddelta_bias": k.chunks}
-        for name, groups in self.groups.items():
-            partial[f"d{name}"] = k.chunks if not groups else k.blocks if groups == k.groups else k.groups * k.blocks
-        parts = {name: self.array(count, *gradients[name].shape) for name, count in partial.items() if name in gradients}
+        # Gradients that are summed over programs leave the sweep as partial sums: those over time one by one,
+        in_time = [name for name in ("dA", "dD", "ddelta_bias", *(f"d{n}" for n, g in self.groups.items() if not g)) if name in gradients]
+        # those over channels in the workspace.
+        over_channels = [f"d{name}" for name, groups in self.groups.items() if groups and f"d{name}" in gradients]
+        parts = {name: self.array(k.chunks, *gradients[name].shape) for name in in_time}
         initial = f"d{self.name('initial_state')}"
         names = ("dx", "ddelta", "dz", initial, "dA", "dB", "dC", "dD", "ddelta_bias")
         needed = {"NEED_X": "dx", "NEED_DELTA": "ddelta", "NEED_A": "dA", "NEED_B": "dB", "NEED_C": "dC", "NEED_D": "dD"}
         needed |= {"NEED_Z": "dz", "NEED_BIAS": "ddelta_bias", "NEED_INITIAL": initial}
+        outputs: dict[str, Array] = {}
+        for name in names:
+            if name in parts:
+                outputs[f"{name}_parts"] = parts[name]
+            elif name in over_channels or name not in gradients:
+                outputs[f"{name}_unused"] = self.array(1)
+            else:
+                outputs[name] = gradients[name]
         sweep = self.launch(
             backwards.reverse, k.chunks,
             (*"x delta A B C D z delta_bias initial_state fine carries cuts poison dy".split(), "dfinal_state"), (*k.cut, k.b),
-            {(f"{n}_parts" if n in parts else n): parts.get(n) or gradients.get(n) or self.array(1) for n in names},
+            {**outputs, "parts": self.workspace() if over_channels else self.array(1)},
             ("SOFTPLUS", "GB", "GC", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED"), TILE=TILE,
-            **{flag: name in gradients for flag, name in needed.items()},
+            over=over if over_channels else None, **{flag: name in gradients for flag, name in needed.items()},
         )  # fmt: skip
-        return [sweep, *(self.sum(f"{name}_parts", partial[name], name, gradients[name]) for name in parts)]
+        sums = [self.sum(f"{name}_parts", k.chunks, name, gradients[name]) for name in in_time]
+        return [sweep, *sums, *(self.sum_blocks(name, gradients[name]) for name in over_channels)]
+
+    def sum_blocks(self, name: str, result: Array) -> Launch:
+        k, block = self.layout, 128
+        constants = dict(CHANNELS=k.d, STATES=k.n, GROUPS=k.groups, BD=k.channels, TILE=TILE, G=self.groups[name[1:]], SECOND=name == "dC")
+        return Launch(
+            backwards.sum_blocks, cdiv(math.prod(result.shape), block), ("parts",), (k.t, k.b), {name: result},
+            {**constants, "BLOCK": block}, wide=self.wide,
+        )  # fmt: skip
 
     def sum(self, source: str, count: int, name: str, result: Array) -> Launch:
         size, block = math.prod(result.shape), 256
@@ -229,9 +251,9 @@ def backward(call: Call, needs: tuple[str, ...]) -> Plan:
     launches = passes.cuts()
     launches.append(
         passes.launch(
-            backwards.recompute, chunks, "x delta A B C z delta_bias initial_state states cuts poison dy".split(), cut,
+            backwards.recompute, chunks, "x delta A B C z delta_bias initial_state states cuts poison dy".split(), (*cut, k.b),
             {
-                "fine": passes.array(k.b, cdiv(k.t, TILE), k.n, k.d),
+                "fine": passes.workspace(),
                 "heads": passes.array(k.chunks, k.n, k.d) if carry else passes.array(1),
                 "elapsed": passes.array(k.chunks, k.d) if carry else passes.array(1),
             },
@@ -245,7 +267,8 @@ def backward(call: Call, needs: tuple[str, ...]) -> Plan:
                 {"carries": passes.array(k.chunks, k.n, k.d)}, ("PACKED",),
             )
         )  # fmt: skip
-    launches += passes.reverse(needs)
+    # Tiles of packed sequences begin anywhere, and the sums of one could hit the states of another.
+    launches += passes.reverse(needs, {"parts": "fine"} if k.packed is None else None)
     return Plan(tuple(launches), tuple(f"d{name}" for name in needs))
 
 

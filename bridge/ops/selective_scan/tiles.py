@@ -124,6 +124,14 @@ def load_projection(
 
 
 @triton.jit
+def at_tile(block, batch, batches, step, steps, TILE: tl.constexpr, STATES: tl.constexpr, BD: tl.constexpr):
+    """Where the workspace of the backward pass has what belongs to a block of channels and the tile of a step: an array
+    blocks b ceil(t/TILE) of places that hold the state before the tile, or dB and dC of its steps."""
+    place: tl.constexpr = STATES * (BD if BD > 2 * TILE else 2 * TILE)
+    return ((block * tl.cast(batches, tl.int64) + batch) * tl.cdiv(steps, TILE) + step // TILE) * place
+
+
+@triton.jit
 def at_states(index, channel, CHANNELS: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr):
     """Offsets [BN, BD] of entry `index` in an array (...) n d."""
     return (index * STATES + tl.arange(0, BN)[:, None]) * CHANNELS + channel[None, :]
