@@ -31,7 +31,7 @@ def execute(
     buffers = {o: inputs[launch.inputs.index(i)][0] for o, i in launch.over.items()} | dict(buffers or {})  # type: ignore[index]
     outputs = [buffers[name] if name in buffers else empty(array) for name, array in launch.outputs.items()]
     if launch.grid:
-        absent = (np.zeros(1, STORAGE[launch.wide]), launch.wide)
+        absent: tuple[np.ndarray, str] = (np.zeros(1, STORAGE[launch.wide]), launch.wide)
         pointers = [_Pointer(np.ascontiguousarray(bits), dtype) for bits, dtype in (i or absent for i in inputs)]
         results = [_Pointer(bits, array.dtype) for bits, array in zip(outputs, launch.outputs.values(), strict=True)]
         with _lock:

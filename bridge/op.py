@@ -17,9 +17,10 @@ from bridge.signature import Argument, Array, Given, Shape, Signature, Sizes
 from bridge.vmap import Position, position
 
 # What references may call on the array namespace, besides what the frontends add to it: torch and jax.numpy agree on these.
-FUNCTIONS = """
-    abs all broadcast_to clip cumsum exp finfo log logaddexp ones_like reshape searchsorted sqrt sum swapaxes where zeros_like
-""".split()
+FUNCTIONS = [
+    "abs", "all", "broadcast_to", "clip", "cumsum", "exp", "finfo", "log", "logaddexp", "ones_like", "reshape", "searchsorted",
+    "sqrt", "sum", "swapaxes", "where", "zeros_like",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,12 @@ class Call:
 
     def has(self, name: str) -> bool:
         return name in self.dtypes
+
+    def array(self, name: str) -> Array:
+        """An input that is there."""
+        array = self.given[name]
+        assert array is not None, name
+        return array
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,8 +189,9 @@ class Op:
         large would be read in another way."""
         sizes = self.signature.sizes(self.name, shapes, self.limits)
         batch = None if self.packing in shapes else self.batch
-        if batch in sizes:
-            larger = {name: tuple(n * times if dim == batch else n for dim, n in zip(sizes.forms[name], s)) for name, s in shapes.items()}
+        if batch is not None and batch in sizes:
+            more = sizes.with_size(batch, sizes[batch] * times)
+            larger = {name: more.shape(form) for name, form in sizes.forms.items() if name in shapes}
             if self.signature.sizes(self.name, larger, self.limits).forms != sizes.forms:
                 batch = None
         inputs, outputs = self.signature.inputs, self.signature.outputs

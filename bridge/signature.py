@@ -76,6 +76,12 @@ class Sizes(dict[str, int]):
     leading: Shape = ()
     forms: dict[str, Dims]
 
+    def with_size(self, letter: str, size: int) -> "Sizes":
+        """The same but for one size."""
+        changed = Sizes({**self, letter: size})
+        changed.leading, changed.forms = self.leading, self.forms
+        return changed
+
     def shape(self, dims: Dims) -> Shape:
         """The shape of an array of these dimensions."""
         return tuple(size for dim in dims for size in (self.leading if dim == ELLIPSIS else (self[_letter(dim)] + _more(dim),)))

@@ -3,7 +3,12 @@
 import pytest
 from common import BACKENDS, FRONTENDS, OPS, arrays, by_name, resized
 
-SMALL = {"selective_scan": dict(t=3, d=6, n=2), "selective_scan_step": dict(d=6, n=2), "sinkhorn": {"...": (1, 2), "n": 3}, "mhc_bwd": {"...": (2,), "n": 3}}
+SMALL = {
+    "selective_scan": dict(t=3, d=6, n=2),
+    "selective_scan_step": dict(d=6, n=2),
+    "sinkhorn": {"...": (1, 2), "n": 3},
+    "mhc_bwd": {"...": (2,), "n": 3},
+}
 JOBS = [(op, case) for op in OPS for case in op.cases]
 
 

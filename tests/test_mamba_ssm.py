@@ -102,7 +102,9 @@ def pulled(frontend, function, given, options, cotangents):
     return dict(zip(("out", "last_state"), outputs, strict=True)) | pull(tuple(cotangents))[0]
 
 
-UPDATES = [tuple(row) for row in AllPairs([list(TOLERANCES), [True, False], [16, 32, 64], [2048, 2064, 4096], [1, 2, 4], [0, 1, 2], [True, False]])]
+UPDATES = [
+    tuple(row) for row in AllPairs([list(TOLERANCES), [True, False], [16, 32, 64], [2048, 2064, 4096], [1, 2, 4], [0, 1, 2], [True, False]])
+]
 
 
 @pytest.mark.skipif(FRONTENDS[0].name != "torch", reason="states change in place in torch only")
@@ -110,6 +112,7 @@ UPDATES = [tuple(row) for row in AllPairs([list(TOLERANCES), [True, False], [16,
 def test_selective_state_update(dtype, has_z, n, d, groups, heads, indexed):
     """heads: none; or one axis for them, with parameters that all of a head share (tied), or not."""
     import torch
+
     from torch_ops import mamba_ssm
 
     frontend, b = FRONTENDS[0], 3
@@ -160,6 +163,7 @@ def test_selective_state_update(dtype, has_z, n, d, groups, heads, indexed):
 def test_time_last_without_a_copy():
     """y comes as it was written; inputs that lie time-second are read as they lie."""
     import torch
+
     from torch_ops import mamba_ssm
 
     u, delta = torch.randn(2, 2, 9, 5, device="cuda" if GPU else "cpu").transpose(-1, -2).unbind(0)

@@ -58,7 +58,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 @pytest.mark.parametrize("frontend", FRONTENDS, ids=by_name)
 def test_the_loop_trains_in_memory_that_grows_with_the_root_of_t(frontend):
     """t = 4096, d = 256, n = 16 on a CPU: all states together would be 64 MB in each of many copies; under 2 GB in all."""
-    done = python("-c", LONG.format(name=frontend.name), env={"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "", "TRITON_INTERPRET": ""})
+    done = python(
+        "-c", LONG.format(name=frontend.name), env={"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "", "TRITON_INTERPRET": ""}
+    )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 2000, done.stdout
 
@@ -71,6 +73,7 @@ def test_training_memory():
     """b 8, t 2048, d 2048, n 16 in bfloat16: at most 1 byte of state is kept for an element of x, and forward and backward
     together peak at 2.5 times the inputs, outputs and gradients."""
     import torch
+
     import torch_ops
 
     b, t, d, n = 8, 2048, 2048, 16
@@ -116,6 +119,7 @@ LARGE = {
 def test_large(sizes):
     """The last channels of the last batch, at their last steps, are what a call on them alone gives, gradients too."""
     import torch
+
     import torch_ops
 
     torch.manual_seed(0)
@@ -133,7 +137,10 @@ def test_large(sizes):
     found = torch.autograd.grad(y, given, dy)
     last = slice(b - few, b), slice(None), slice(d - narrow, d)
     # The same numbers alone; a gradient that is summed over what is left out can't be compared.
-    part = [v.detach()[cut].clone().requires_grad_() for v, cut in zip(given, (last, last, last[2:], last[:1], last[:1], (last[0], last[2])), strict=True)]
+    part = [
+        v.detach()[cut].clone().requires_grad_()
+        for v, cut in zip(given, (last, last, last[2:], last[:1], last[:1], (last[0], last[2])), strict=True)
+    ]
     y_part, final_part = torch_ops.selective_scan(*part[:5], initial_state=part[5], return_final_state=True)
     expected = torch.autograd.grad(y_part, part, dy[last])
 
@@ -152,4 +159,3 @@ def test_large(sizes):
         close(found[4][last[0]], expected[4])
     for g in found:
         assert torch.isfinite(g.sum(dtype=torch.float32))
-

@@ -1,6 +1,7 @@
 """The references against loops written another way, in numpy: the truth that all else is checked against."""
 
 import importlib
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ def at(M, i, s, c, channels):
 def selective_scan(x, delta, A, B, C, D=None, z=None, delta_bias=None, initial_state=None, cu_seqlens=None, *, delta_softplus=False):
     if cu_seqlens is not None:
         parts = []
-        for i, (low, high) in enumerate(zip(cu_seqlens, cu_seqlens[1:], strict=False)):
+        for i, (low, high) in enumerate(pairwise(cu_seqlens)):
             cut = (M if M is None or M.ndim == 2 else M[:, low:high] for M in (B, C, z))
             Bs, Cs, zs = cut
             state = None if initial_state is None else initial_state[i : i + 1]

@@ -23,7 +23,7 @@ FACTORS = {
     "B": FORMS,
     "C": FORMS,
     "g": [1, 2, 3],
-    **dict.fromkeys([*OPTIONAL, "delta_softplus"], [True, False]),
+    **{flag: [True, False] for flag in (*OPTIONAL, "delta_softplus")},
 }
 ROWS = [dict(zip(FACTORS, row, strict=True)) for row in AllPairs(list(FACTORS.values()))]
 

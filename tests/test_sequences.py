@@ -1,5 +1,7 @@
 """Sequences that are packed, continued, or taken step by step give what they give whole and alone."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from common import BACKENDS, FRONTENDS, KERNELS, arrays, by_name, resized
@@ -10,7 +12,13 @@ from bridge.ops.selective_scan import op as declaration
 SCAN, STEP = ops["selective_scan"], ops["selective_scan_step"]
 PACKED = next(c for c in SCAN.cases if c.name == "packed")
 EVERYTHING = next(c for c in SCAN.cases if c.name == "everything")
-CUTS = {"ragged": [0, 3, 3, 8, 75, 100], "empty ends": [0, 0, 9, 10, 10, 10], "one": [0, 17], "nothing": [0, 0, 0], "single steps": [0, 1, 2, 3]}
+CUTS = {
+    "ragged": [0, 3, 3, 8, 75, 100],
+    "empty ends": [0, 0, 9, 10, 10, 10],
+    "one": [0, 17],
+    "nothing": [0, 0, 0],
+    "single steps": [0, 1, 2, 3],
+}
 
 
 @pytest.fixture(params=FRONTENDS, ids=by_name)
@@ -82,7 +90,7 @@ def test_packed_is_separate(frontend, backend, cuts, monkeypatch):
 
         xp = importlib.import_module("torch" if frontend.name == "torch" else "jax.numpy")
         ys, states = [], []
-        for i, (low, high) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        for i, (low, high) in enumerate(pairwise(cuts)):
             part = {k: v[:, low:high] if v.ndim > 2 and k != "initial_state" else v for k, v in values.items() if k != "cu_seqlens"}
             part["initial_state"] = values["initial_state"][i : i + 1]
             y, state = function(**part, **case.options, return_final_state=True, backend=backend)
@@ -134,7 +142,10 @@ def test_continued_is_whole(frontend, backend, cut):
         import importlib
 
         xp = importlib.import_module("torch" if frontend.name == "torch" else "jax.numpy")
-        first, rest = ({k: v[:, part] if v.ndim == 3 and k != "initial_state" else v for k, v in values.items()} for part in (slice(cut), slice(cut, None)))
+        first, rest = (
+            {k: v[:, part] if v.ndim == 3 and k != "initial_state" else v for k, v in values.items()}
+            for part in (slice(cut), slice(cut, None))
+        )
         y, state = function(**first, **options)
         more, state = function(**{**rest, "initial_state": state}, **options)
         return xp.concatenate([y, more], 1), state
@@ -204,6 +215,7 @@ TORCH = [f for f in FRONTENDS if f.name == "torch"]
 def test_a_pool_of_states(backend, strided, dtype):
     """Only the slots that the batch names change, and negative indices give zeros."""
     import torch
+
     import torch_ops
 
     frontend, case = TORCH[0], next(c for c in STEP.cases if c.name == "groups")
@@ -224,7 +236,10 @@ def test_a_pool_of_states(backend, strided, dtype):
     assert not y[1].any()
     assert torch.equal(pool[[1, 3, 4, 6]], before[[1, 3, 4, 6]])
     alone = before[:4].clone()
-    torch.testing.assert_close(torch_ops.selective_scan_step_(alone, **given, **case.options, backend=backend)[0], torch_ops.selective_scan_step(before[:4], **given, **case.options, backend=backend)[0][0])
+    torch.testing.assert_close(
+        torch_ops.selective_scan_step_(alone, **given, **case.options, backend=backend)[0],
+        torch_ops.selective_scan_step(before[:4], **given, **case.options, backend=backend)[0][0],
+    )
     torch.testing.assert_close(alone, torch_ops.selective_scan_step(before[:4], **given, **case.options, backend=backend)[1])
 
 
@@ -232,6 +247,7 @@ def test_a_pool_of_states(backend, strided, dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_pool_under_compile(backend):
     import torch
+
     import torch_ops
 
     frontend, case = TORCH[0], STEP.cases[0]
@@ -252,18 +268,21 @@ def test_a_pool_under_compile(backend):
 @pytest.mark.skipif(not TORCH, reason="states change in place in torch only")
 def test_bad_pools():
     import torch
+
     import torch_ops
 
     frontend, case = TORCH[0], STEP.cases[0]
     given = arrays(frontend, case, "float32")
-    b, d, n = (case.sizes[dim] for dim in "bdn")
+    d, n = case.sizes["d"], case.sizes["n"]
     pool, state = torch.zeros(9, d, n, device=given["x"].device), given.pop("state")
 
     def indices(*values):
         return torch.tensor(values, dtype=torch.int32, device=pool.device)
 
     step_ = torch_ops.selective_scan_step_
-    with pytest.raises(ValueError, match=r"selective_scan_step_: state must have shape \(b d n\) with b = 3 \(set by x\) where no state_indices"):
+    with pytest.raises(
+        ValueError, match=r"selective_scan_step_: state must have shape \(b d n\) with b = 3 \(set by x\) where no state_indices"
+    ):
         step_(pool, **given)
     with pytest.raises(TypeError, match="state_indices must have one of the dtypes int32, int64, got float32"):
         step_(pool, **given, state_indices=indices(0, 1, 2).float())

@@ -57,9 +57,7 @@ def test_leading_dimensions():
         signature.check("f", given(a=(2, 4, 4), b=(3, 4)))
 
 
-FORMS = Signature.parse(
-    "x: b t, M: b n or b g n or t n, h?: s|b n, *, cuts?: s+1 (int32 int64) -> y: b t like x, last: s|b n wide x"
-)
+FORMS = Signature.parse("x: b t, M: b n or b g n or t n, h?: s|b n, *, cuts?: s+1 (int32 int64) -> y: b t like x, last: s|b n wide x")
 
 
 def test_forms():

@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 from common import BACKENDS, FRONTENDS, OPS, arrays, by_name, resized
 
-SMALL = {"selective_scan": dict(b=2, t=4, d=3, n=2), "selective_scan_step": dict(b=2, d=3, n=2), "sinkhorn": {"...": (2,), "n": 3}, "mhc_bwd": {"...": (2,), "n": 3}}
+SMALL = {
+    "selective_scan": dict(b=2, t=4, d=3, n=2),
+    "selective_scan_step": dict(b=2, d=3, n=2),
+    "sinkhorn": {"...": (2,), "n": 3},
+    "mhc_bwd": {"...": (2,), "n": 3},
+}
 ROUNDING = {"rtol": 1e-9, "atol": 1e-9}  # second derivatives through divisions lose some digits
 
 

@@ -25,7 +25,7 @@ def bind_in_place(op: Op, updates: Mapping[str, str]) -> Callable[..., Any]:
         if backend == "reference":
             made = dict(zip(op.output_names, loops.run(op, inputs, args[len(inputs) : -1]), strict=True))
         else:
-            ready = {name: prepared(x) for name, x in given.items()}
+            ready: dict[str, Any] = {name: prepared(x) for name, x in given.items()}
             buffers = {output: ready[name] for output, name in updates.items()}
             made = {first: run(op.forward_plan(call, False), backend, ready, device, buffers)[0], **buffers}
         for output, name in updates.items():

@@ -7,6 +7,7 @@ real; delta, B, C and z can have dtypes of their own; float64 works; and selecti
 import torch
 
 import torch_ops
+from bridge import ops
 from torch_ops import reference
 
 
@@ -22,7 +23,7 @@ def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_
 
 def selective_scan_ref(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False):
     """The same by the loop that defines the scan."""
-    return _scan(reference.selective_scan, u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state)
+    return _scan(reference.function(ops["selective_scan"]), u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state)
 
 
 def _scan(scan, u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state):

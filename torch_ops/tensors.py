@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -53,7 +54,7 @@ def run(plan: Plan, backend: str, arrays: Tensors, device: torch.device, buffers
 def run_compiled(plan: Plan, arrays: Tensors, device: torch.device, buffers: Buffers) -> list[torch.Tensor]:
     """Carry a plan out on a GPU, on the device of the arrays and its current stream."""
 
-    def execute(launch: Launch, inputs: list[torch.Tensor | None]) -> list[torch.Tensor]:
+    def execute(launch: Launch, inputs: list[Any]) -> list[torch.Tensor]:
         known = {**buffers, **{o: inputs[launch.inputs.index(i)] for o, i in launch.over.items()}}
         outputs = [known[name] if name in known else empty(array, device) for name, array in launch.outputs.items()]
         if launch.grid:

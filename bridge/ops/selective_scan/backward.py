@@ -10,8 +10,21 @@ import triton.language as tl
 
 from bridge.language import LN2, rows, sigmoid, sum_products
 from bridge.ops.selective_scan.tiles import (
-    at_states, at_tile, chunk_of, chunks_of, grow, load_channels, load_decay, load_matrix, load_projection, load_state, load_vector, own, step_sizes,
-    store_state, where_true,
+    at_states,
+    at_tile,
+    chunk_of,
+    chunks_of,
+    grow,
+    load_channels,
+    load_decay,
+    load_matrix,
+    load_projection,
+    load_state,
+    load_vector,
+    own,
+    step_sizes,
+    store_state,
+    where_true,
 )  # fmt: skip
 
 

@@ -141,12 +141,12 @@ class Passes:
     def array(self, *shape: int) -> Array:
         return Array(shape, self.wide)
 
-    def launch(self, kernel, count: int, inputs, scalars, outputs, flags=(), over=None, **constants) -> Launch:
+    def launch(self, kernel, count: int, inputs: str, scalars, outputs, flags=(), over=None, **constants) -> Launch:
         """A program for each block of channels and each of `count` chunks or sequences."""
         k, flags = self.layout, {name: self.flags[name] for name in flags}
         sizes = dict(CHANNELS=k.d, STATES=k.n, GROUPS=k.groups, BD=k.channels, BN=k.states)
         return Launch(
-            kernel, k.groups * k.blocks * count, tuple(map(self.name, inputs)), scalars, outputs, {**sizes, **constants, **flags},
+            kernel, k.groups * k.blocks * count, tuple(map(self.name, inputs.split())), scalars, outputs, {**sizes, **constants, **flags},
             wide=self.wide, num_warps=k.num_warps, over=over or {},
         )  # fmt: skip
 
@@ -167,7 +167,7 @@ class Passes:
     def reverse(self, needs: tuple[str, ...], over: Mapping[str, str] | None = None) -> list[Launch]:
         """The backward sweep and the sums of what leaves it in parts."""
         k, call = self.layout, self.call
-        gradients = {f"d{name}": Array(call.given[name].shape, call.given[name].dtype) for name in needs}
+        gradients = {f"d{name}": call.array(name) for name in needs}
         # Gradients that are summed over programs leave the sweep as partial sums: those over time one by one,
         in_time = [name for name in ("dA", "dD", "ddelta_bias", *(f"d{n}" for n, g in self.groups.items() if not g)) if name in gradients]
         # those over channels in the workspace.
@@ -187,7 +187,7 @@ class Passes:
                 outputs[name] = gradients[name]
         sweep = self.launch(
             backwards.reverse, k.chunks,
-            (*"x delta A B C D z delta_bias initial_state fine carries cuts poison dy".split(), "dfinal_state"), (*k.cut, k.b),
+            "x delta A B C D z delta_bias initial_state fine carries cuts poison dy dfinal_state", (*k.cut, k.b),
             {**outputs, "parts": self.workspace() if over_channels else self.array(1)},
             ("SOFTPLUS", "GB", "GC", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED"), TILE=TILE,
             over=over if over_channels else None, **{flag: name in gradients for flag, name in needed.items()},
@@ -220,19 +220,19 @@ def forward(call: Call, save: bool) -> Plan:
     if k.each > 1:
         launches += [
             passes.launch(
-                forwards.chunk_ends, k.chunks, ("x", "delta", "A", "B", "delta_bias", "cuts"), k.cut,
+                forwards.chunk_ends, k.chunks, "x delta A B delta_bias cuts", k.cut,
                 {"ends": passes.array(k.chunks, k.n, k.d), "elapsed": passes.array(k.chunks, k.d)},
                 ("GB", "SOFTPLUS", "HAS_BIAS", "PACKED"), TILE=TILE,
             ),
             passes.launch(
-                forwards.chunk_starts, k.sequences, ("A", "initial_state", "ends", "elapsed", "offsets"), (k.each,),
+                forwards.chunk_starts, k.sequences, "A initial_state ends elapsed offsets", (k.each,),
                 {"starts": passes.array(k.chunks, k.n, k.d)}, ("HAS_INITIAL", "PACKED"),
             ),
         ]  # fmt: skip
     states = saved(call) if save else {"states": passes.array(1)}
     launches.append(
         passes.launch(
-            forwards.scan, k.chunks, "x delta A B C D z delta_bias initial_state starts cuts poison".split(), k.cut,
+            forwards.scan, k.chunks, "x delta A B C D z delta_bias initial_state starts cuts poison", k.cut,
             {**call.outputs, **states},
             ("GB", "GC", "SOFTPLUS", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED"), TILE=TILE, SEGMENT=k.segment if save else 0,
         )
@@ -251,7 +251,7 @@ def backward(call: Call, needs: tuple[str, ...]) -> Plan:
     launches = passes.cuts()
     launches.append(
         passes.launch(
-            backwards.recompute, chunks, "x delta A B C z delta_bias initial_state states cuts poison dy".split(), (*cut, k.b),
+            backwards.recompute, chunks, "x delta A B C z delta_bias initial_state states cuts poison dy", (*cut, k.b),
             {
                 "fine": passes.workspace(),
                 "heads": passes.array(k.chunks, k.n, k.d) if carry else passes.array(1),
@@ -263,7 +263,7 @@ def backward(call: Call, needs: tuple[str, ...]) -> Plan:
     if carry:
         launches.append(
             passes.launch(
-                backwards.chunk_carries, k.sequences, ("A", "heads", "elapsed", "dfinal_state", "offsets"), (k.each,),
+                backwards.chunk_carries, k.sequences, "A heads elapsed dfinal_state offsets", (k.each,),
                 {"carries": passes.array(k.chunks, k.n, k.d)}, ("PACKED",),
             )
         )  # fmt: skip
@@ -277,10 +277,10 @@ def refuse(call: Call) -> str | None:
     sizes = call.sizes
     if sizes.get("g") == 0 or sizes["d"] % sizes.get("g", 1):
         name = next(name for name in "BC" if "g" in sizes.forms[name])
-        shape, form = call.given[name].shape, " ".join(sizes.forms[name])
+        shape, form = call.array(name).shape, " ".join(sizes.forms[name])
         return f"{name} must have shape ({form}) with g a divisor of d = {sizes['d']}, got {shape}"
     if call.has("cu_seqlens") and sizes["b"] != 1:
-        return f"x must have shape (b t d) with b = 1 where cu_seqlens packs sequences, got {call.given['x'].shape}"
+        return f"x must have shape (b t d) with b = 1 where cu_seqlens packs sequences, got {call.array('x').shape}"
     return None
 
 

@@ -5,7 +5,16 @@ import triton.language as tl
 
 from bridge.language import sigmoid, sum_products
 from bridge.ops.selective_scan.tiles import (
-    grow, load_decay, load_matrix, load_projection, load_state, load_vector, own, step_sizes, store_state, where_true,
+    grow,
+    load_decay,
+    load_matrix,
+    load_projection,
+    load_state,
+    load_vector,
+    own,
+    step_sizes,
+    store_state,
+    where_true,
 )  # fmt: skip
 
 

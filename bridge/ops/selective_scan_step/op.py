@@ -30,7 +30,7 @@ RENAMED = {"initial_state": "state", "dfinal_state": "dnew_state"}
 def forward(call: Call, save: bool) -> Plan:
     passes = Passes(call, RENAMED)
     launch = passes.launch(
-        step, call.sizes["b"], "state x delta A B C D z delta_bias state_indices".split(), (call.given["state"].shape[0],), call.outputs,
+        step, call.sizes["b"], "state x delta A B C D z delta_bias state_indices", (call.array("state").shape[0],), call.outputs,
         ("GB", "GC", "SOFTPLUS", "HAS_D", "HAS_Z", "HAS_BIAS"), DOUBLE=passes.wide == "float64", INDEXED=call.has("state_indices"),
     )  # fmt: skip
     return Plan((launch,), tuple(call.outputs))
@@ -43,7 +43,7 @@ def backward(call: Call, needs: tuple[str, ...]) -> Plan:
 def refuse_pool(call: Call) -> str | None:
     slots, b = call.sizes["slots"], call.sizes["b"]
     if slots != b and not call.has("state_indices"):
-        return f"state must have shape (b d n) with b = {b} (set by x) where no state_indices are given, got {call.given['state'].shape}"
+        return f"state must have shape (b d n) with b = {b} (set by x) where no state_indices are given, got {call.array('state').shape}"
     return refuse(call)
 
 

@@ -11,9 +11,7 @@ def selective_scan_step(xp, scan, state, x, delta, A, B, C, D=None, z=None, delt
     return finish(xp, x, y, D, z), h
 
 
-def selective_scan_step_(
-    xp, scan, state, x, delta, A, B, C, D=None, z=None, delta_bias=None, state_indices=None, *, delta_softplus=False
-):
+def selective_scan_step_(xp, scan, state, x, delta, A, B, C, D=None, z=None, delta_bias=None, state_indices=None, *, delta_softplus=False):
     if state_indices is None:
         return selective_scan_step(xp, scan, state, x, delta, A, B, C, D, z, delta_bias, delta_softplus=delta_softplus)
     live = state_indices >= 0
