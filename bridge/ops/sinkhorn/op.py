@@ -25,15 +25,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from bridge.op import Call, Op
-from bridge.ops.sinkhorn import kernels, reference
+from bridge.ops.sinkhorn import backward as backwards
+from bridge.ops.sinkhorn import forward as forwards
+from bridge.ops.sinkhorn import reference
 from bridge.ops.sinkhorn.cases import CASES, MHC_BWD_CASES
 from bridge.options import Choice, Integer, Real
 from bridge.plan import Launch, Plan, cdiv, power_of_two
 from bridge.signature import ELLIPSIS, Array, Signature
 
 LIMITS = {"n": range(1, 65)}
-FORWARD, BACKWARD = 16, 8  # elements a lane; up to twice as many in a large matrix. Going back, u and v are kept besides
-SEGMENT = 8  # iterations whose u and v fit the registers; 64^8 is far from overflow
+IN_LANE = 8  # the largest matrices that lie in the registers of one lane
+ELEMENTS = 8  # of a larger matrix in a lane, at least
+CANCELS = 3  # up to here gradients often are small differences of a few numbers, and float64 is what keeps them right
 
 
 @dataclass(frozen=True)
@@ -42,12 +45,12 @@ class Layout:
 
     count: int
     n: int
-    lane: int
+    double: bool
 
     @classmethod
-    def of(cls, call: Call, lane: int) -> "Layout":
-        double = "float64" in call.dtypes.values()
-        return cls(math.prod(call.sizes.leading), call.sizes["n"], lane // 2 if double else lane)
+    def of(cls, call: Call, careful: bool = False) -> "Layout":
+        n = call.sizes["n"]
+        return cls(math.prod(call.sizes.leading), n, "float64" in call.dtypes.values() or (careful and n <= CANCELS))
 
     @property
     def side(self) -> int:
@@ -56,31 +59,39 @@ class Layout:
 
     @property
     def matrices(self) -> int:
-        """As many as a warp holds, and at least one."""
-        return max(32 * self.lane // self.side**2, 1)
+        """One a lane, and more of the smallest; else as many as a warp holds, and at least one."""
+        return 32 * max(16 // self.side**2, 1) if self.side <= IN_LANE else max(32 * 2 * ELEMENTS // self.side**2, 1)
 
     @property
     def num_warps(self) -> int:
         """One where it can be: warps that share a matrix add up through shared memory."""
-        return max(self.side**2 // (64 * self.lane), 1)
+        return 1 if self.side <= IN_LANE else max(self.side**2 // (64 * ELEMENTS), 1)
+
+    @property
+    def segment(self) -> int:
+        """Iterations whose u and v fit the registers."""
+        longest = {1: 16, 2: 16, 4: 10, 8: 4}.get(self.side, 8)
+        return max(longest // 2, 1) if self.double else longest
 
     def launch(self, kernel, inputs: tuple[str, ...], scalar: int, outputs: dict[str, Array], **constants) -> Launch:
-        constants = dict(SIZE=self.n, S=self.matrices, N=self.side, **constants)
+        constants = dict(SIZE=self.n, S=self.matrices, N=self.side, WIDE=self.double, **constants)
         return Launch(kernel, cdiv(self.count, self.matrices), inputs, (self.count, scalar), outputs, constants, num_warps=self.num_warps)
-
-
-def segment(iters: int) -> int:
-    """Iterations in a segment: as few segments as there can be, of nearly the same length."""
-    return cdiv(iters, cdiv(iters, SEGMENT)) if iters else 1
 
 
 def loop(call: Call) -> dict[str, Any]:
     """The constants that describe the loop. The number of iterations is none: another one compiles nothing."""
-    eps = call.options["eps"]
-    return {
-        "ROW_COL": call.options["order"] == "row_col", "EPS": eps, "LOG2_EPS": math.log2(eps) if eps else 0.0,
-        "ITERATES": call.options["iters"] > 0,
-    }  # fmt: skip
+    iters, eps, row_col = call.options["iters"], call.options["eps"], call.options["order"] == "row_col"
+    bits = power_of_two(call.sizes["n"]).bit_length()
+    # u and v grow by a factor n in an iteration, at the most: 60 bits are far from overflow. With eps they can grow by 1/eps.
+    longest = 1 if eps and not row_col else 60 // bits
+    settle = longest if iters > longest or longest == 1 else 0
+    return {"ROW_COL": row_col, "EPS": eps, "ITERATES": iters > 0, "SETTLE": settle}
+
+
+def segments(iters: int, longest: int) -> dict[str, Any]:
+    """As few segments as there can be, of nearly the same length."""
+    length = cdiv(iters, cdiv(iters, longest)) if iters else 1
+    return {"H": length, "EVEN": iters % length == 0}
 
 
 def saves(options: Mapping[str, Any]) -> tuple[str, ...]:
@@ -88,23 +99,25 @@ def saves(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def forward(call: Call, save: bool) -> Plan:
-    launch = Layout.of(call, FORWARD).launch(kernels.forward, ("logits",), call.options["iters"], call.outputs, H=SEGMENT, **loop(call))
+    launch = Layout.of(call).launch(forwards.forward, ("logits",), call.options["iters"], call.outputs, **loop(call))
     return Plan((launch,), ("R",))
 
 
 def backward(call: Call, needs: tuple[str, ...]) -> Plan:
-    layout, iters, outputs = Layout.of(call, BACKWARD), call.options["iters"], {"dlogits": call.outputs["R"]}
+    layout, iters, outputs = Layout.of(call, careful=True), call.options["iters"], {"dlogits": call.outputs["R"]}
     if call.options["gradient"] == "unrolled":
-        launch = layout.launch(kernels.unrolled, ("logits", "dR"), iters, outputs, H=segment(iters), **loop(call))
+        constants = loop(call) | segments(iters, layout.segment)
+        launch = layout.launch(backwards.unrolled, ("logits", "dR"), iters, outputs, **constants)
     else:
         exact = call.dtypes["logits"] in ("float32", "float64")  # a 16-bit R was rounded, and is better made again
-        launch = layout.launch(kernels.implicit, ("logits", "R", "dR"), iters, outputs, H=SEGMENT, **loop(call), SAVED=exact)
+        launch = layout.launch(backwards.implicit, ("logits", "R", "dR"), iters, outputs, **loop(call), SAVED=exact)
     return Plan((launch,), ("dlogits",))
 
 
 def mhc_bwd_forward(call: Call, save: bool) -> Plan:
     steps = call.options["cg_iters"]
-    launch = Layout.of(call, BACKWARD).launch(kernels.mhc_bwd, ("out", "dout"), steps or 0, call.outputs, DIRECT=steps is None)
+    layout = Layout.of(call, careful=True)
+    launch = layout.launch(backwards.mhc_bwd, ("out", "dout"), steps or 0, call.outputs, DIRECT=steps is None)
     return Plan((launch,), ("dM",))
 
 
