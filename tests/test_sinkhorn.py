@@ -24,11 +24,10 @@ def relative(found, truth):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("frontend", FRONTENDS, ids=by_name)
-@pytest.mark.parametrize("deviation", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 16, 33])
-def test_implicit_gradient(n, deviation, frontend, backend):
+@pytest.mark.parametrize("n", [3, 4, 16])
+def test_implicit_gradient(n, frontend, backend):
     """Within 2e-6 of the exact solution, in float64, of its own system: that of the R that the forward pass returned."""
-    logits, dR = drawn(n, deviation, count=40 if n < 16 else 5)
+    logits, dR = drawn(n, 1.0, count=40 if n < 16 else 5)
     x, g = frontend.array(logits, "float32"), frontend.array(dR, "float32")
     (R,), gradients = frontend.run(SINKHORN, {"logits": x}, {"gradient": "implicit"}, [g], backend)
     (truth,) = exact_implicit(frontend.numpy(R), frontend.numpy(g))

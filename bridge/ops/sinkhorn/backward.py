@@ -15,6 +15,7 @@ from bridge.ops.sinkhorn.forward import (
     over_rows,
     place,
     power,
+    product,
     read,
     settle,
     softmax,
@@ -32,7 +33,7 @@ def take_back(P, D, own, along, axis: tl.constexpr, GROWS: tl.constexpr):
     if GROWS:
         return D - (P * along) * (own * tl.sum(D, axis=axis, keep_dims=True))
     else:
-        return D - along * (own * tl.sum(P * D, axis=axis, keep_dims=True))
+        return D - along * (own * tl.sum(product(P, D), axis=axis, keep_dims=True))
 
 
 @triton.jit
@@ -81,11 +82,11 @@ def unrolled(
             history = ()
             for h in tl.static_range(H):
                 old = u
-                x, d = divide(over_rows(P * u), a, columns, EPS)
+                x, d = divide(over_rows(product(P, u)), a, columns, EPS)
                 if not EVEN:
                     x, d = tl.where(begin + h < iters, x, v), tl.where(begin + h < iters, d, a)
                 v, a = x, d
-                x, d = divide(over_columns(P * v), b, rows, EPS)
+                x, d = divide(over_columns(product(P, v)), b, rows, EPS)
                 if not EVEN or (ROW_COL and h == H - 1):
                     x, d = tl.where(begin + h < iters - ROW_COL, x, u), tl.where(begin + h < iters - ROW_COL, d, b)
                 u, b = x, d
@@ -187,16 +188,16 @@ def descend(R, G, steps):
     ru, rv = over_columns(E), over_rows(E)
     pu, pv = ru, rv
     u, v = ru * 0.0, rv * 0.0
-    rr = over_rows(ru * ru) + over_columns(rv * rv)
+    rr = over_rows(product(ru, ru)) + over_columns(product(rv, rv))
     for _ in range(steps):
-        au, av = r * pu + over_columns(R * pv), over_rows(R * pu) + c * pv
-        pap = over_rows(pu * au) + over_columns(pv * av)
+        au, av = r * pu + over_columns(product(R, pv)), over_rows(product(R, pu)) + c * pv
+        pap = over_rows(product(pu, au)) + over_columns(product(pv, av))
         alpha = tl.where(pap > 0, rr / tl.where(pap > 0, pap, 1.0), 0.0)
         u += alpha * pu
         v += alpha * pv
         ru -= alpha * au
         rv -= alpha * av
-        new = over_rows(ru * ru) + over_columns(rv * rv)
+        new = over_rows(product(ru, ru)) + over_columns(product(rv, rv))
         beta = tl.where(rr > 0, new / tl.where(rr > 0, rr, 1.0), 0.0)
         pu, pv, rr = ru + beta * pu, rv + beta * pv, new
     return E - R * (u + v)
@@ -220,15 +221,20 @@ def implicit(
     SIZE: tl.constexpr, S: tl.constexpr, N: tl.constexpr, WIDE: tl.constexpr,
     SETTLE: tl.constexpr, ROW_COL: tl.constexpr, EPS: tl.constexpr, ITERATES: tl.constexpr, SAVED: tl.constexpr,
 ):  # fmt: skip
-    """dlogits (count n n), the derivative of the fixed point at R, which is read where it was SAVED and else made again."""
+    """dlogits (count n n), the derivative of the fixed point at R, which is read where it was SAVED and else made again.
+
+    What is masked has R = 0 and a gradient of 0, but in "row_col" with eps, where eps is added to it.
+    """
+    UNMASKS: tl.constexpr = ROW_COL and EPS > 0
     base, left = place(count, SIZE, S)
-    if SAVED:
-        P = read(R + base, left, 0.0, SIZE, S, N, WIDE)
-    else:
-        M = read(logits + base, left, float("-inf"), SIZE, S, N, WIDE)
-        P = normalise(M, iters, SIZE, SETTLE, ROW_COL, EPS, ITERATES)
+    if UNMASKS or not SAVED:
+        x = read(logits + base, left, float("-inf"), SIZE, S, N, WIDE)
+    P = read(R + base, left, 0.0, SIZE, S, N, WIDE) if SAVED else normalise(x, iters, SIZE, SETTLE, ROW_COL, EPS, ITERATES)
     G = read(dR + base, left, 0.0, SIZE, S, N, WIDE)
-    write(dlogits + base, left, balance(P, G, 0, SIZE, True), SIZE, S, N)
+    dM = balance(P, G, 0, SIZE, True)
+    if UNMASKS:
+        dM = tl.where(x == float("-inf"), 0.0, dM)
+    write(dlogits + base, left, dM, SIZE, S, N)
 
 
 @triton.jit(do_not_specialize=["count", "steps"])

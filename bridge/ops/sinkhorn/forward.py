@@ -18,11 +18,22 @@ import triton
 import triton.language as tl
 
 from bridge.language import LOG2E
+from bridge.ops.sinkhorn.fast import reciprocal
 
 
 @triton.jit
 def exp(x):
     return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def product(x, y):
+    """x * y, to be summed. Where a matrix lies in several lanes, these add up in pairs, and a product that is fused into
+    such a sum is rounded in one lane of the two only: their copies of the sum would differ. This one is fused with a 0."""
+    if max(x.shape[1], x.shape[2]) > 8:
+        return tl.fma(x, y, tl.zeros_like(x))
+    else:
+        return x * y
 
 
 @triton.jit
@@ -174,7 +185,7 @@ def start(M, SIZE: tl.constexpr, ROW_COL: tl.constexpr, EPS: tl.constexpr):
 def divide(s, a, dead, EPS: tl.constexpr):
     """The new scaling vector, from the sums s of P scaled by the other one; and one over it."""
     a = s + EPS * a + dead if EPS > 0 else s + dead
-    return 1.0 / a, a
+    return reciprocal(a), a
 
 
 @triton.jit
@@ -194,8 +205,8 @@ def settle(P, u, v, a, b, e, f, L, GROWS: tl.constexpr):
 def iterate(P, u, v, a, b, rows, columns, first, stop, iters, ROW_COL: tl.constexpr, EPS: tl.constexpr):
     """Iterations first to stop - 1. "row_col" leaves out the row sums of the last of all."""
     for t in range(first, stop):
-        v, a = divide(over_rows(P * u), a, columns, EPS)
-        w, d = divide(over_columns(P * v), b, rows, EPS)
+        v, a = divide(over_rows(product(P, u)), a, columns, EPS)
+        w, d = divide(over_columns(product(P, v)), b, rows, EPS)
         if ROW_COL:
             w, d = tl.where(t < iters - 1, w, u), tl.where(t < iters - 1, d, b)
         u, b = w, d

@@ -5,7 +5,8 @@
                        iters - 1 times: R = R / (row sums + eps), then R = R / (column sums + eps)
 
 Column sums run over dimension -2, row sums over -1. With iters = 0 nothing is divided: R = exp(logits), or the softmax
-plus eps. Large logits don't overflow.
+plus eps. Finite logits of any size give finite results. Logits of -inf are entries of 0 with a gradient of 0, and 0/0 counts
+as 0. NaN stays in its matrix. docs/sinkhorn.md has other recipes side by side, and what the two gradients differ by.
 
 gradient "unrolled" is the derivative of the loop that ran. gradient "implicit" is that of the fixed point that it
 approaches: with G the gradient of R, r and c its row and column sums, it solves
@@ -81,7 +82,7 @@ class Layout:
 def loop(call: Call) -> dict[str, Any]:
     """The constants that describe the loop. The number of iterations is none: another one compiles nothing."""
     iters, eps, row_col = call.options["iters"], call.options["eps"], call.options["order"] == "row_col"
-    bits = power_of_two(call.sizes["n"]).bit_length()
+    bits = max((call.sizes["n"] - 1).bit_length(), 1)  # of n
     # u and v grow by a factor n in an iteration, at the most: 60 bits are far from overflow. With eps they can grow by 1/eps.
     longest = 1 if eps and not row_col else 60 // bits
     settle = longest if iters > longest or longest == 1 else 0

@@ -12,21 +12,25 @@ def columns(x):
 
 
 def sinkhorn(xp, scan, logits, *, iters=20, eps=0.0, order="col_row", gradient="unrolled"):
-    """In logarithms, where nothing overflows or vanishes."""
+    """In logarithms, where nothing overflows or vanishes. Entries of -inf are masked; what is masked altogether stays 0."""
 
     def add_eps(x):
         return xp.logaddexp(x, xp.zeros_like(x) + math.log(eps)) if eps else x
 
-    def divide(x, axis):
-        """x less the logarithm of (sum of exp(x) + eps)."""
+    def total(x, axis):
+        """The logarithm of the sum of exp(x), and 0 for a sum of 0."""
         expand = (..., None) if axis == -1 else (..., None, slice(None))
         top = xp.stop_gradient(xp.max(x, axis))[expand]  # what is computed doesn't depend on it
-        return x - add_eps(top + xp.log(xp.sum(xp.exp(x - top), axis)[expand]))
+        top = xp.where(top == -math.inf, xp.zeros_like(top), top)
+        sum = xp.sum(xp.exp(x - top), axis)[expand]
+        return top + xp.log(xp.where(sum == 0, xp.ones_like(sum), sum))
+
+    def divide(x, axis):
+        return x - add_eps(total(x, axis))
 
     if order == "col_row":
         return (xp.exp(xp.repeat(iters, lambda x: divide(divide(x, -2), -1), logits)),)
-    top = xp.stop_gradient(xp.max(logits, -1))[..., None]
-    x = add_eps(logits - top - xp.log(rows(xp.exp(logits - top))))
+    x = add_eps(logits - total(logits, -1))
     if iters:
         x = xp.repeat(iters - 1, lambda x: divide(divide(x, -1), -2), divide(x, -2))
     return (xp.exp(x),)
@@ -36,7 +40,8 @@ def sinkhorn_backward(xp, scan, inputs, cotangents, **options):
     if options["gradient"] == "unrolled":
         return None
     (R,) = sinkhorn(xp, scan, *inputs, **options)
-    return (implicit(xp, R, cotangents[0]),)
+    (logits,) = inputs
+    return (xp.where(logits == -math.inf, xp.zeros_like(R), implicit(xp, R, cotangents[0])),)
 
 
 def implicit(xp, R, dR):
@@ -45,9 +50,15 @@ def implicit(xp, R, dR):
     The equations of v are those of a network of resistors between the columns: conductances W, and sources F. Its nodes are
     taken out one after another, each replaced by conductances and sources between its neighbours (star to mesh).
     """
+
+    def inverse(x):
+        """1/x, and 0 where x is next to 0."""
+        there = x > 1e-37
+        return xp.where(there, 1 / xp.where(there, x, xp.ones_like(x)), xp.where(x == x, xp.zeros_like(x), x))
+
     n = R.shape[-1]
     k = xp.cumsum(xp.ones_like(R[..., :1, :]), -1) - 1  # 0, ..., n - 1 along a row
-    zero, share = xp.zeros_like(R), R / rows(R)
+    zero, share = xp.zeros_like(R), R * inverse(rows(R))
 
     def turn(row):
         return xp.swapaxes(row, -1, -2)
@@ -66,9 +77,7 @@ def implicit(xp, R, dR):
     def eliminate(state):
         p, W, F = state
         w, f = xp.where(k > p, row(W, p), zero[..., :1, :]), xp.where(k > p, row(F, p), zero[..., :1, :])
-        total = rows(w)
-        linked = total > 1e-37
-        scale = xp.where(linked, 1 / xp.where(linked, total, xp.ones_like(total)), xp.zeros_like(total))
+        scale = inverse(rows(w))
         ws, fs = w * scale, f * scale
         W, F = W + turn(ws) * w, F + turn(ws) * f - turn(fs) * w
         return p + 1, xp.where(turn(k) == p, ws, W), xp.where(turn(k) == p, fs, F)
