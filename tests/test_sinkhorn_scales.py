@@ -117,6 +117,23 @@ def test_iterations(n, iters, which):
     assert (errors <= 3e-6 * norms(truth) + 1e-7).all()
 
 
+def test_what_eps_lets_grow():
+    """In order "col_row", rows far below eps come up to it: logits of hundreds, of both signs."""
+    logits, dR = draw(3, (70.0, 100.0, 200.0, 400.0), 512)
+    R, truth = loop(logits, dR, eps=1e-6)
+    assert np.abs(run(SINKHORN, {"logits": logits}, eps=1e-6) - R).max() <= 1e-5
+    assert (norms(run(SINKHORN, {"logits": logits}, [dR], eps=1e-6) - truth) <= 1e-6 * norms(R * dR) + 1e-30).all()
+
+
+def test_what_grows_without_support():
+    """Two rows that have the same column and no other: one's u doubles in every iteration, beyond what float32 holds."""
+    logits, dR = draw(4, (1.0,), 3)
+    logits[:, :2, 1:] = -INF
+    R, truth = loop(logits, dR, iters=140)
+    assert np.abs(run(SINKHORN, {"logits": logits}, iters=140) - R).max() <= 2e-6
+    assert (norms(run(SINKHORN, {"logits": logits}, [dR], iters=140) - truth) <= 3e-6 * norms(R * dR)).all()
+
+
 def test_as_elsewhere():
     """The test of the kernel that mhc_bwd is named after: against its conjugate gradients, which take sums of 1 for granted."""
     rng = np.random.default_rng(0)
@@ -198,7 +215,7 @@ def plain(logits, order, eps, iters=20):
 
 # JAX compiles each anew.
 MASKED = [(f, n, *each) for f in FRONTENDS for n in (3, 4) for each in LOOPS if f.name == "torch" or n == 4]
-MASKED.append((FIRST, 17, *LOOPS[0]))
+MASKED.append((FIRST, 9, *LOOPS[0]))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

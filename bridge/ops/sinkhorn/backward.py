@@ -95,9 +95,10 @@ def unrolled(
                     P, u, v, a, b, e, f, _, _ = settle(P, u, v, a, b, e, f, L, GROWS)
             if segment == 0:
                 D = D * ((P * u) * v) if GROWS else (D * u) * v
-                D = tl.where(P0 == 0.0, 0.0, D) if not GROWS else D
             elif SETTLE > 0 and not GROWS:
                 D = (D * power(u)[0]) * power(v)[0]
+            if not GROWS:
+                D = tl.where(P == 0.0, 0.0, D)  # what is masked could grow without bounds
             for h in tl.static_range(H - 1, -1, -1):
                 old, v, u, e, f = history[h]
                 if GROWS:
