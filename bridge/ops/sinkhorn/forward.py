@@ -92,10 +92,9 @@ def read(pointer, left, other: tl.constexpr, SIZE: tl.constexpr, S: tl.constexpr
                     pairs += (tl.join(pieces[k], pieces[k + len(pieces) // 2]),)
                 pieces = pairs
         x = tl.reshape(tl.permute(tl.reshape(pieces[0], (S, C, N // C, N)), (0, 3, 2, 1)), (S, N, N))
-    if WIDE:
-        return x.to(tl.float64)
-    else:
-        return x.to(tl.float32)
+    if pointer.dtype.element_ty != tl.float64:
+        x = x.to(tl.float32)  # from 16 bits to 64 in two steps: the interpreter knows no other way
+    return x.to(tl.float64) if WIDE else x
 
 
 @triton.jit
@@ -104,6 +103,8 @@ def write(pointer, left, x, SIZE: tl.constexpr, S: tl.constexpr, N: tl.constexpr
     matrix, k = tl.arange(0, S)[:, None], tl.arange(0, N * N)[None, :]
     i, j = k // N, k % N
     inside = (matrix < left) & (i < SIZE) & (j < SIZE)
+    if pointer.dtype.element_ty != tl.float64:
+        x = x.to(tl.float32)
     x = tl.reshape(x.to(pointer.dtype.element_ty), (S, N * N))
     tl.store(pointer + matrix * (SIZE * SIZE) + i * SIZE + j, x, mask=inside)
 
