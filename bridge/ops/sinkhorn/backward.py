@@ -1,8 +1,5 @@
 """The gradients of sinkhorn: that of the loop, and that of its fixed point. `forward` says how matrices lie."""
 
-# mypy: ignore-errors
-# Triton's language: its compiler gives these names meaning, not Python.
-
 import triton
 import triton.language as tl
 

@@ -1,8 +1,5 @@
 """What is particular to NVIDIA's GPUs, and its portable form for the interpreter."""
 
-# mypy: ignore-errors
-# Triton's language: its compiler gives these names meaning, not Python.
-
 import triton
 import triton.language as tl
 

@@ -11,9 +11,6 @@ likewise. Every so often `settle` moves the powers of two in u and v into P, whi
 A row or column that is masked altogether has sums of 0. It stays 0: `dead` is 1 there and 0 elsewhere, and is added to sums.
 """
 
-# mypy: ignore-errors
-# Triton's language: its compiler gives these names meaning, not Python.
-
 import triton
 import triton.language as tl
 
