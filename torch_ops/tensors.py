@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -46,12 +47,15 @@ Tensors = Mapping[str, torch.Tensor | None]
 Buffers = Mapping[str, torch.Tensor]
 
 
-def run(plan: Plan, backend: str, arrays: Tensors, device: torch.device, buffers: Buffers | None = None) -> list[torch.Tensor]:
+NONE: Buffers = MappingProxyType({})
+
+
+def run(plan: Plan, backend: str, arrays: Tensors, device: torch.device, buffers: Buffers = NONE) -> list[torch.Tensor]:
     """Carry a plan out. Outputs named in `buffers` are written there."""
-    return run_interpreted(plan, arrays, buffers or {}) if backend == "interpret" else run_compiled(plan, arrays, device, buffers or {})
+    return run_interpreted(plan, arrays, buffers) if backend == "interpret" else run_compiled(plan, arrays, device, buffers)
 
 
-def run_compiled(plan: Plan, arrays: Tensors, device: torch.device, buffers: Buffers) -> list[torch.Tensor]:
+def run_compiled(plan: Plan, arrays: Tensors, device: torch.device, buffers: Buffers = NONE) -> list[torch.Tensor]:
     """Carry a plan out on a GPU, on the device of the arrays and its current stream."""
 
     def execute(launch: Launch, inputs: list[Any]) -> list[torch.Tensor]:
@@ -68,7 +72,7 @@ def run_compiled(plan: Plan, arrays: Tensors, device: torch.device, buffers: Buf
         return plan.run(arrays, execute)
 
 
-def run_interpreted(plan: Plan, arrays: Tensors, buffers: Buffers) -> list[torch.Tensor]:
+def run_interpreted(plan: Plan, arrays: Tensors, buffers: Buffers = NONE) -> list[torch.Tensor]:
     """Carry a plan out on the CPU, in Triton's interpreter."""
     views = {name: _bits(x) for name, x in buffers.items()}
 
