@@ -126,6 +126,23 @@ def test_extremes(frontend, backend):
 
 @pytest.mark.parametrize("frontend", FRONTENDS, ids=by_name)
 @pytest.mark.parametrize("backend", [KERNELS, "reference"])
+def test_gradients_of_a_first_step_that_grows(frontend, backend):
+    """A |delta| = 1e4 of either sign, from a zero state: what comes out doesn't depend on A, and dA is zero."""
+    rng = np.random.default_rng(1)
+    values = {"x": rng.standard_normal((1, 1, 4)), "delta": np.full((1, 1, 4), 100.0), "A": np.tile([100.0, -100.0, 1.0], (4, 1))}
+    values |= {"B": rng.standard_normal((1, 1, 3)), "C": 10 + rng.standard_normal((1, 1, 3))}
+    case = Case("one step", dict(b=1, t=1, d=4, n=3), lambda rng, case: values, {})
+    inputs = {name: frontend.array(value, "float32") for name, value in values.items()}
+    dy = [frontend.array(10 * rng.standard_normal((1, 1, 4)), "float32"), frontend.array(np.zeros((1, 4, 3)), "float32")]
+    _, found = frontend.run(SCAN, inputs, case.options, dy, backend)
+    B, C, x, g = values["B"], values["C"], values["x"], frontend.numpy(dy[0])
+    expected = {"A": np.zeros((4, 3)), "x": 100 * g * (B * C).sum(-1), "B": 100 * C * (g * x).sum(-1), "C": 100 * B * (g * x).sum(-1)}
+    for name, value in {**expected, "delta": g * x * (B * C).sum(-1)}.items():
+        np.testing.assert_allclose(frontend.numpy(found[name]), value, rtol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS, ids=by_name)
+@pytest.mark.parametrize("backend", [KERNELS, "reference"])
 def test_nan_stays_where_it_is(frontend, backend):
     """A NaN reaches what depends on it, and nothing else: its channel, from its step on."""
     case = next(c for c in SCAN.cases if c.name == "base")

@@ -80,7 +80,7 @@ class Layout:
 
 
 def loop(call: Call) -> dict[str, Any]:
-    """The constants that describe the loop. The number of iterations is none: another one compiles nothing."""
+    """The constants that describe the loop. The number of iterations is a scalar, and shows in them by its class only."""
     iters, eps, row_col = call.options["iters"], call.options["eps"], call.options["order"] == "row_col"
     bits = max((call.sizes["n"] - 1).bit_length(), 1)  # of n
     # u and v grow by a factor n in an iteration, at the most: 60 bits are far from overflow. With eps they can grow by 1/eps.
