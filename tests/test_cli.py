@@ -13,7 +13,17 @@ def test_parity(tmp_path):
     """In a process that wasn't started for the interpreter; it starts itself over."""
     file = tmp_path / "parity.json"
     done = python(
-        "-m", "bridge", "parity", "--dtype", "float32", "--op", "sinkhorn", "--all", "--json", str(file), env={"TRITON_INTERPRET": ""}
+        "-m",
+        "bridge",
+        "parity",
+        "--dtype",
+        "float32",
+        "--op",
+        "selective_scan_step",
+        "--all",
+        "--json",
+        str(file),
+        env={"TRITON_INTERPRET": ""},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\x1b" not in done.stdout  # plain text in a pipe

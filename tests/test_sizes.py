@@ -123,7 +123,7 @@ def test_time_in_chunks(frontend, name, monkeypatch):
 @pytest.mark.skipif(not TORCH, reason="JAX arrays have no strides")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("op", OPS, ids=by_name)
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(data=st.data())
 def test_strided_tensors(op, backend, data):
     """Transposed, sliced, expanded and misaligned inputs give what their contiguous copies give."""
