@@ -82,8 +82,8 @@ class Op:
     reference(xp, scan, *inputs, **options) is the loop that defines the op; it returns a tuple of the outputs. `xp` has
     exp, sum, where, ... as in the array API standard, besides zeros(shape, like), arange(count, like), stop_gradient(x),
     put(x, i, rows), which is x with other rows at the indices i, and repeat(count, step, x), which is x after `count` times
-    x = step(x). scan(step, carry, xs) runs
-    step(carry, now) -> (carry, out) over the second axis of each of `xs`, and stacks the outs along their second axis.
+    x = step(x). scan(step, carry, xs) runs step(carry, now) -> (carry, out) over the second axis of each of `xs`, and stacks
+    the outs along their second axis.
 
     reference_backward(xp, scan, inputs, cotangents, **options) is for an op whose gradient is not the derivative of its
     loop: it returns the gradients of the inputs, or None where the derivative of the loop is meant after all.
