@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     check.add_argument("--op", choices=list(ops), help="only this op")
     check.add_argument("--frontend", choices=list(MODULES), help="only this frontend")
-    check.add_argument("--dtype", choices=list(parity.BOUNDS), help="only this dtype")
+    check.add_argument("--dtype", choices=list(parity.BOUNDS), help="only this dtype, and all cases in it")
     check.add_argument("--seed", type=int, default=0, help="for other random inputs")
     check.add_argument("--all", action="store_true", help="a row for every output and gradient, not just the worst of each run")
     commands.add_parser("info", parents=[both], help="versions, devices, and which backend will run", description=info.__doc__)
@@ -49,7 +49,7 @@ def run_parity(options: argparse.Namespace, console: Console) -> int:
         # Kernels can only be interpreted here, and Triton decides on that when it is imported: start over.
         arguments = [sys.executable, "-m", "bridge", *sys.argv[1:]]
         os.execve(sys.executable, arguments, {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", **os.environ, "TRITON_INTERPRET": "1"})
-    jobs = [job for job in parity.jobs() if options.op in (None, job[0].name) and options.dtype in (None, job[2])]
+    jobs = [job for job in parity.jobs(options.dtype) if options.op in (None, job[0].name)]
     findings: list[parity.Finding] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

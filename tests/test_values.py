@@ -5,8 +5,8 @@ from common import FRONTENDS, by_name
 
 from bridge import parity
 
-# On a CPU `make parity` runs the other dtypes, through the same kernels in the same interpreter.
-JOBS = [job for job in parity.jobs() if FRONTENDS[0].gpu or job[2] == "float32"]
+# On a CPU `make parity` runs other dtypes, through the same kernels in the same interpreter.
+JOBS = [job for dtype in parity.BOUNDS if FRONTENDS[0].gpu or dtype == "float32" for job in parity.jobs(dtype)]
 
 
 @pytest.mark.parametrize(("op", "case", "dtype"), JOBS, ids=by_name)
