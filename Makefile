@@ -20,11 +20,11 @@ parity: .venv/done
 test: test-main $(if $(GPU),,$(if $(PYTHON312),test-jax))
 
 test-main: .venv/done
-	.venv/bin/python -m pytest -n $(JOBS)
+	.venv/bin/python -m pytest -n $(JOBS) --dist worksteal
 
 # What can differ there: values, gradients, transforms, errors, and the lowering for GPUs. Triton and the kernels don't.
 test-jax: .venv-jax/done
-	.venv-jax/bin/python -m pytest -n $(JOBS) -k "not test_triton and not float16" \
+	.venv-jax/bin/python -m pytest -n $(JOBS) --dist worksteal -k "not test_triton and not float16" \
 		$(foreach f,values gradcheck transforms errors imports compiling readme,tests/test_$f.py)
 
 lint: .venv/done
