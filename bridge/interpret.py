@@ -1,7 +1,7 @@
 """The interpreter: runs a launch on numpy arrays in Triton's interpreter, without a GPU and without a framework.
 
-numpy has no bfloat16 of its own. Here an array of any dtype is its bits: a numpy array of its own
-type, or of uint16 for bfloat16.
+numpy has no bfloat16 of its own. Here an array of any dtype is its bits: a numpy array of that type, or of uint16 for
+bfloat16.
 """
 
 import threading

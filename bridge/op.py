@@ -169,9 +169,10 @@ class Op:
 
     def call(self, arrays: Sequence[Given | None], options: Sequence[Any]) -> Call:
         """A call, checked. `options` are the values of `self.options`, in order. Raises what is wrong with shapes and dtypes."""
-        self.signature.check(self.name, dict(zip((i.name for i in self.signature.inputs), arrays, strict=True)), self.limits)
+        sizes = self.signature.check(self.name, dict(zip((i.name for i in self.signature.inputs), arrays, strict=True)), self.limits)
         plain = tuple(a and Array(a.shape, a.dtype) for a in arrays)
         call = Call(self.signature, plain, tuple(zip(self.options, options, strict=True)))
+        vars(call)["sizes"] = sizes  # the cached property: every call comes through here, and need not find them again
         wrong = self.refuse(call)
         if wrong:
             raise ValueError(f"{self.name}: {wrong}")

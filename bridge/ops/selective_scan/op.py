@@ -210,12 +210,14 @@ class Passes:
 
 def saved(call: Call) -> dict[str, Array]:
     """The state before every segment of time."""
-    passes, k = Passes(call), Passes(call).layout
+    passes = Passes(call)
+    k = passes.layout
     return {"states": passes.array(k.b, cdiv(k.t, k.segment), k.n, k.d)}
 
 
 def forward(call: Call, save: bool) -> Plan:
-    passes, k = Passes(call), Passes(call).layout
+    passes = Passes(call)
+    k = passes.layout
     launches = passes.cuts()
     if k.each > 1:
         launches += [
@@ -241,7 +243,8 @@ def forward(call: Call, save: bool) -> Plan:
 
 
 def backward(call: Call, needs: tuple[str, ...]) -> Plan:
-    passes, k = Passes(call), Passes(call).layout
+    passes = Passes(call)
+    k = passes.layout
     carry = k.each > 1
     # One chunk a sequence leaves most of a GPU idle, and from the states that were kept every segment can start at once.
     chunks, cut = k.chunks, k.cut
