@@ -67,14 +67,64 @@ def softplus(x):
 
 
 @triton.jit
-def sum_products(products, inside, axis: tl.constexpr):
-    """The sum of products over an axis, of those inside; the same bits in every lane that holds a copy of it.
+def product(x, y):
+    """x y, rounded, to be summed over lanes that each hold a copy of the sum: the same bits in all of them.
 
     Lanes add up in pairs. Left alone, the compiler fuses a lane's own product with the sum of the pair, so that each of the
     two rounds the other's product and not its own: their copies differ in the last bit, and which of them is stored is
-    chance. What stands between product and sum here keeps them apart.
+    chance. A product that is a fused one already, with zero, can't be fused again.
     """
-    return tl.sum(tl.where(inside, products, 0.0), axis=axis)
+    return tl.fma(x, y, tl.zeros((1, 1), x.dtype))
+
+
+@triton.jit
+def flip(x, M: tl.constexpr):
+    """x with its entries exchanged where bit M of their index in row-major order differs: what is here is there.
+
+    Written as x ^ (x ^ there), with the inner part as a sum over an axis of two, so that no layout is assumed. Where the bit is
+    one of the lane's, the compiler leaves a single shuffle.
+    """
+    kind: tl.constexpr = tl.int64 if x.dtype == tl.float64 else tl.int32
+    bits = tl.reshape(x.to(kind, bitcast=True), (x.shape[0] * x.shape[1] // (2 * M), 2, M))
+    return tl.reshape(bits ^ tl.xor_sum(bits, axis=1, keep_dims=True), x.shape).to(x.dtype, bitcast=True)
+
+
+@triton.jit
+def sum_each(values):
+    """[J, m], entry k of which is the sum over the second axis of values[k] [J, W], for m of them, a power of two up to W.
+
+    A reduce-scatter: each round sends half of the values to the lanes that will keep them, and keeps the other half.
+    """
+    m: tl.constexpr = len(values)
+    J: tl.constexpr = values[0].shape[0]
+    W: tl.constexpr = values[0].shape[1]
+    left = ()
+    for k in tl.static_range(m):
+        left = left + (tl.sum(tl.reshape(values[k], (J, m, W // m)), axis=2),)
+    for level in tl.static_range(6):
+        if len(left) > 1:
+            left = halve(left)
+    return left[0]
+
+
+@triton.jit
+def halve(values):
+    """Half as many [J, m]: where a column has the bit, that of the upper half of `values`, else of the lower; each with what
+    stands in the column without the bit, or with it, added."""
+    M: tl.constexpr = len(values) // 2
+    upper = (tl.arange(0, values[0].shape[1])[None, :] & M) != 0
+    made = ()
+    for k in tl.static_range(M):
+        kept, sent = tl.where(upper, values[k + M], values[k]), tl.where(upper, values[k], values[k + M])
+        made = made + (kept + flip(sent, M),)
+    return made
+
+
+@triton.jit(do_not_specialize=["size"])
+def widen(source, size, wide, BLOCK: tl.constexpr):
+    """The same numbers in a wider type: kernels that read them many times convert them once."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(wide + i, tl.load(source + i, mask=i < size, other=0.0).to(wide.dtype.element_ty), mask=i < size)
 
 
 @triton.jit(do_not_specialize=["count", "size"])

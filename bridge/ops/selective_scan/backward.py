@@ -8,23 +8,10 @@ programs leaves as partial sums, which sum_leading adds in a fixed order.
 import triton
 import triton.language as tl
 
-from bridge.language import LN2, rows, sigmoid, sum_products
+from bridge.language import LN2, product, rows, sigmoid, sum_each
 from bridge.ops.selective_scan.tiles import (
-    at_states,
-    at_tile,
-    chunk_of,
-    chunks_of,
-    grow,
-    load_channels,
-    load_decay,
-    load_matrix,
-    load_projection,
-    load_state,
-    load_vector,
-    own,
-    step_sizes,
-    store_state,
-    where_true,
+    advance, at_tile, chunk_of, chunks_of, dot, first_states, grow, load_channels, load_decay, load_matrix, load_projection, load_state,
+    load_states, load_vector, own, shift, step_sizes, store_state, store_states, where_true, zeros,
 )  # fmt: skip
 
 
@@ -34,7 +21,7 @@ def recompute(
     steps, chunks, span, batches,
     fine, heads, elapsed,
     CHANNELS: tl.constexpr, STATES: tl.constexpr, GROUPS: tl.constexpr, GB: tl.constexpr, GC: tl.constexpr,
-    BD: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr,
+    BD: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_INITIAL: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr, CARRY: tl.constexpr,
 ):  # fmt: skip
     """The state before every TILE-th step of a sequence but the first, into the workspace.
@@ -45,50 +32,55 @@ def recompute(
     wide: tl.constexpr = fine.dtype.element_ty
     block, group, channel, ours, index = own(CHANNELS, GROUPS, BD)
     sequence, batch, begin, end, opens, closes = chunk_of(cuts, index, steps, chunks, span, PACKED)
-    square = (tl.arange(0, BN)[:, None] < STATES) & ours[None, :]
+    state = first_states(BN, R)
     bias = load_vector(delta_bias, channel, ours, wide, HAS_BIAS)
-    decay = load_decay(A, channel, ours, wide, STATES, BN)
-    constant_B = load_matrix(B, channel, ours, wide, GB == 0, STATES, BN)
-    constant_C = load_matrix(C, channel, ours, wide, CARRY and GC == 0, STATES, BN)
+    decay = load_decay(A, channel, ours, wide, STATES, BN, R)
+    constant_B = load_matrix(B, channel, ours, wide, GB == 0, STATES, BN, R)
+    constant_C = load_matrix(C, channel, ours, wide, CARRY and GC == 0, STATES, BN, R)
     if opens:
-        h = load_state(initial_state, sequence, channel, ours, wide, HAS_INITIAL, CHANNELS, STATES, BN)
+        h = load_state(initial_state, sequence, channel, ours, wide, HAS_INITIAL, CHANNELS, STATES, BN, R)
     else:
         kept = batch * tl.cdiv(steps, SEGMENT) + begin // SEGMENT
-        there = (tl.arange(0, BN)[:, None] < STATES) & where_true(channel, ours, begin < end, CHANNELS)[None, :]
-        h = tl.load(states + at_states(kept, channel, CHANNELS, STATES, BN), mask=there, other=0.0)
+        h = load_states(states, kept, channel, where_true(channel, ours, begin < end, CHANNELS), CHANNELS, STATES, BN, R)
     if PACKED:
-        h += tl.load(poison)
-    product = tl.full((BN, BD), 1.0, wide)
-    head = tl.zeros((BN, BD), wide)
+        h = shift(h, tl.load(poison))
+    head = zeros(BD, wide, BN, R)
+    product = shift(head, 1.0)
     total = tl.zeros((BD,), wide)
-    for start in tl.range(0, end - begin, TILE):
+    for start in tl.range(0, end - begin, TILE, num_stages=3):
         first = begin + start
         row = batch * steps + first
-        if (start > 0) | (opens == 0):
-            at = at_tile(block, batch, batches, first, steps, TILE, STATES, BD)
-            tl.store(fine + at + tl.arange(0, BN)[:, None] * BD + tl.arange(0, BD)[None, :], h, mask=square)
+        here = where_true(channel, ours, (start > 0) | ((opens == 0) | (not PACKED)), CHANNELS)[None, :]
+        at = at_tile(block, batch, batches, first, steps, TILE, STATES, BD)
+        for r in tl.static_range(R):
+            tl.store(fine + at + (state + r) * BD + tl.arange(0, BD)[None, :], h[r], mask=(state + r < STATES) & here)
         inside = (first + tl.arange(0, TILE) < end)[:, None] & ours[None, :]
         xs = load_channels(x, row, channel, inside, wide, CHANNELS, TILE)
         dts, slope = step_sizes(load_channels(delta, row, channel, inside, wide, CHANNELS, TILE), bias[None, :], inside, SOFTPLUS)
         dt, u = rows(dts, TILE, BD), rows(dts * xs, TILE, BD)
-        Bt = load_projection(B, constant_B, row, end - first, group, wide, GB, STATES, BN, TILE)
+        Bt = load_projection(B, constant_B, row, end - first, group, wide, GB, STATES, BN, R, TILE)
         if CARRY:
             dps = load_channels(dy, row, channel, inside, wide, CHANNELS, TILE)
             if HAS_Z:
                 zs = load_channels(z, row, channel, inside, wide, CHANNELS, TILE)
                 dps *= zs * sigmoid(zs)
             dp = rows(dps, TILE, BD)
-            Ct = load_projection(C, constant_C, row, end - first, group, wide, GC, STATES, BN, TILE)
+            Ct = load_projection(C, constant_C, row, end - first, group, wide, GC, STATES, BN, R, TILE)
         for i in tl.static_range(TILE):
-            a = grow(dt[i][None, :] * decay)
-            h = a * h + u[i][None, :] * Bt[i]
+            now, products, sums = (), (), ()
+            for r in tl.static_range(R):
+                a = grow(dt[i][None, :] * decay[r])
+                now = now + (a * h[r] + u[i][None, :] * Bt[i][r],)
+                if CARRY:
+                    products = products + (a * product[r],)
+                    sums = sums + (head[r] + products[r] * (dp[i][None, :] * Ct[i][r]),)
+            h = now
             if CARRY:
                 total += dt[i]
-                product = a * product
-                head += product * (dp[i][None, :] * Ct[i])
+                product, head = products, sums
     if CARRY:
         index = index.to(tl.int64)
-        tl.store(heads + at_states(index, channel, CHANNELS, STATES, BN), head, mask=square)
+        store_states(heads, index, channel, ours, head, CHANNELS, STATES, BN, R)
         tl.store(elapsed + index * CHANNELS + channel, total, mask=ours)
 
 
@@ -97,21 +89,19 @@ def chunk_carries(
     A, heads, elapsed, dfinal_state, offsets,
     chunks,
     carries,
-    CHANNELS: tl.constexpr, STATES: tl.constexpr, GROUPS: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr,
+    CHANNELS: tl.constexpr, STATES: tl.constexpr, GROUPS: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """The carry that enters each chunk from its right (chunks n d), but for the last of its sequence."""
     wide: tl.constexpr = carries.dtype.element_ty
     block, group, channel, ours, sequence = own(CHANNELS, GROUPS, BD)
     first, last = chunks_of(offsets, sequence, chunks, PACKED)
-    square = (tl.arange(0, BN)[:, None] < STATES) & ours[None, :]
-    decay = load_decay(A, channel, ours, wide, STATES, BN)
-    carry = load_state(dfinal_state, sequence.to(tl.int64), channel, ours, wide, True, CHANNELS, STATES, BN)
+    decay = load_decay(A, channel, ours, wide, STATES, BN, R)
+    carry = load_state(dfinal_state, sequence.to(tl.int64), channel, ours, wide, True, CHANNELS, STATES, BN, R)
     for k in range(last - 1 - first):
         index = tl.cast(last - 1 - k, tl.int64)
         dt = tl.load(elapsed + index * CHANNELS + channel, mask=ours, other=0.0)
-        head = tl.load(heads + at_states(index, channel, CHANNELS, STATES, BN), mask=square, other=0.0)
-        carry = grow(dt[None, :] * decay) * carry + head
-        tl.store(carries + at_states(index - 1, channel, CHANNELS, STATES, BN), carry, mask=square)
+        carry = advance(carry, decay, dt, tl.full((BD,), 1.0, wide), load_states(heads, index, channel, ours, CHANNELS, STATES, BN, R))
+        store_states(carries, index - 1, channel, ours, carry, CHANNELS, STATES, BN, R)
 
 
 @triton.jit(do_not_specialize=["steps", "chunks", "span", "batches"])
@@ -120,12 +110,12 @@ def reverse(
     steps, chunks, span, batches,
     dx, ddelta, dz, dinitial_state, dA, dB, dC, dD, dbias, parts,
     CHANNELS: tl.constexpr, STATES: tl.constexpr, GROUPS: tl.constexpr, GB: tl.constexpr, GC: tl.constexpr,
-    BD: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr, PACKED: tl.constexpr,
+    BD: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr, PACKED: tl.constexpr, HAS_FINE: tl.constexpr,
     NEED_X: tl.constexpr, NEED_DELTA: tl.constexpr, NEED_A: tl.constexpr, NEED_B: tl.constexpr, NEED_C: tl.constexpr,
     NEED_D: tl.constexpr, NEED_Z: tl.constexpr, NEED_BIAS: tl.constexpr, NEED_INITIAL: tl.constexpr,
 ):  # fmt: skip
-    """The backward sweep.
+    """The backward sweep, of one tile from the initial state where there is no `fine`.
 
     dx, ddelta, dz: b t d. dinitial_state: b d n, or s d n. Partial sums: dA, and dB and dC where they are constant in
     time, chunks d n, dD and dbias chunks d over the steps of a chunk. Else dB and dC over the channels of a block are left
@@ -134,28 +124,23 @@ def reverse(
     wide: tl.constexpr = fine.dtype.element_ty
     block, group, channel, ours, index = own(CHANNELS, GROUPS, BD)
     sequence, batch, begin, end, opens, closes = chunk_of(cuts, index, steps, chunks, span, PACKED)
-    state = tl.arange(0, BN)
-    square = (state[:, None] < STATES) & ours[None, :]
+    state, lane = first_states(BN, R), tl.arange(0, BD)[None, :]
     bias = load_vector(delta_bias, channel, ours, wide, HAS_BIAS)
     skip = load_vector(D, channel, ours, wide, HAS_D)
-    decay = load_decay(A, channel, ours, wide, STATES, BN)
-    constant_B = load_matrix(B, channel, ours, wide, GB == 0, STATES, BN)
-    constant_C = load_matrix(C, channel, ours, wide, GC == 0, STATES, BN)
+    decay = load_decay(A, channel, ours, wide, STATES, BN, R)
+    constant_B = load_matrix(B, channel, ours, wide, GB == 0, STATES, BN, R)
+    constant_C = load_matrix(C, channel, ours, wide, GC == 0, STATES, BN, R)
     chunk = index.to(tl.int64)
     if closes:
-        carry = load_state(dfinal_state, sequence, channel, ours, wide, True, CHANNELS, STATES, BN)
+        carry = load_state(dfinal_state, sequence, channel, ours, wide, True, CHANNELS, STATES, BN, R)
     else:
-        there = (state[:, None] < STATES) & where_true(channel, ours, begin < end, CHANNELS)[None, :]
-        carry = tl.load(carries + at_states(chunk, channel, CHANNELS, STATES, BN), mask=there, other=0.0)
+        carry = load_states(carries, chunk, channel, where_true(channel, ours, begin < end, CHANNELS), CHANNELS, STATES, BN, R)
     if PACKED:
-        carry += tl.load(poison)
-    sum_A = tl.zeros((BN, BD), wide)
-    sum_B = tl.zeros((BN, BD), wide)
-    sum_C = tl.zeros((BN, BD), wide)
-    sum_D = tl.zeros((BD,), wide)
-    sum_bias = tl.zeros((BD,), wide)
+        carry = shift(carry, tl.load(poison))
+    sum_A, sum_B, sum_C = zeros(BD, wide, BN, R), zeros(BD, wide, BN, R), zeros(BD, wide, BN, R)
+    sum_D, sum_bias = tl.zeros((BD,), wide), tl.zeros((BD,), wide)
     tiles = tl.cdiv(end - begin, TILE)
-    for k in tl.range(0, tiles):
+    for k in tl.range(0, tiles, num_stages=3):
         first = begin + (tiles - 1 - k) * TILE
         row = batch * steps + first
         inside = (first + tl.arange(0, TILE) < end)[:, None] & ours[None, :]
@@ -169,36 +154,75 @@ def reverse(
                 gate_slope = rows(dps * sig * (1.0 + zs * (1.0 - sig)), TILE, BD)
             dps *= zs * sig
         xt, dt, slope, dp = rows(xs, TILE, BD), rows(dts, TILE, BD), rows(slopes, TILE, BD), rows(dps, TILE, BD)
-        Bt = load_projection(B, constant_B, row, end - first, group, wide, GB, STATES, BN, TILE)
-        Ct = load_projection(C, constant_C, row, end - first, group, wide, GC, STATES, BN, TILE)
-        if (k == tiles - 1) & opens:
-            start = load_state(initial_state, sequence, channel, ours, wide, HAS_INITIAL, CHANNELS, STATES, BN)
-        else:
-            at = at_tile(block, batch, batches, first, steps, TILE, STATES, BD)
-            start = tl.load(fine + at + state[:, None] * BD + tl.arange(0, BD)[None, :], mask=square, other=0.0)
+        Bt = load_projection(B, constant_B, row, end - first, group, wide, GB, STATES, BN, R, TILE)
+        Ct = load_projection(C, constant_C, row, end - first, group, wide, GC, STATES, BN, R, TILE)
+        place = at_tile(block, batch, batches, first, steps, TILE, STATES, BD)
+        known = ours
         if PACKED:
-            start += tl.load(poison)
+            known = where_true(channel, ours, (k < tiles - 1) | (opens == 0), CHANNELS)
+        if HAS_FINE:
+            start = ()
+            for r in tl.static_range(R):
+                start = start + (tl.load(fine + place + (state + r) * BD + lane, mask=(state + r < STATES) & known[None, :], other=0.0),)
+            if PACKED:
+                if (k == tiles - 1) & opens:
+                    start = load_state(initial_state, sequence, channel, ours, wide, HAS_INITIAL, CHANNELS, STATES, BN, R)
+                start = shift(start, tl.load(poison))
+        else:
+            start = load_state(initial_state, sequence, channel, ours, wide, HAS_INITIAL, CHANNELS, STATES, BN, R)
         tl.debug_barrier()  # `parts` can be `fine`: no warp writes there before all have read
         h = (start,)
         for i in tl.static_range(TILE):
-            h = h + (grow(dt[i][None, :] * decay) * h[i] + (dt[i] * xt[i])[None, :] * Bt[i],)
+            h = h + (advance(h[i], decay, dt[i], dt[i] * xt[i], Bt[i]),)
         for i in tl.static_range(TILE - 1, -1, -1):
             at = (row + i) * CHANNELS + channel
             here = where_true(channel, ours, first + i < end, CHANNELS)
-            a = grow(dt[i][None, :] * decay)
-            g = dp[i][None, :] * Ct[i] + carry
-            carry = a * g
-            from_decay = g * (a * h[i])  # and not carry h: that were NaN where the decay is beyond all numbers and h is zero
-            du = sum_products(g * Bt[i], square, 0)
-            if NEED_A:
-                sum_A += dt[i][None, :] * from_decay
+            steady = dt[i][None, :]
+            carried, sums_A, sums_B, sums_C, each = (), (), (), (), ()
+            of_u = tl.zeros((BN // R, BD), wide)
+            of_decay = tl.zeros((BN // R, BD), wide)
+            for r in tl.static_range(R):
+                a = grow(steady * decay[r])
+                g = dp[i][None, :] * Ct[i][r] + carry[r]
+                carried = carried + (a * g,)
+                from_decay = g * (a * h[i][r])  # and not carried h: that were NaN where the decay is beyond all numbers and h zero
+                of_u += g * Bt[i][r]
+                of_decay += decay[r] * from_decay
+                sums_A = sums_A + (sum_A[r] + steady * from_decay,)
+                if NEED_B:
+                    of_B = product(g, (dt[i] * xt[i])[None, :])
+                    if GB == 0:
+                        sums_B = sums_B + (sum_B[r] + of_B,)
+                    else:
+                        each = each + (of_B,)
+            for r in tl.static_range(R):
+                if NEED_C:
+                    of_C = product(dp[i][None, :], h[i + 1][r])
+                    if GC == 0:
+                        sums_C = sums_C + (sum_C[r] + of_C,)
+                    else:
+                        each = each + (of_C,)
+            if len(each) > 0:
+                column = tl.arange(0, len(each))[None, :] + (0 if NEED_B and GB > 0 else R)  # below R of B, from there on of C
+                of = state + column % R
+                here_in = place + i * STATES
+                if PACKED:  # where a tile can begin anywhere
+                    here_in = at_tile(block, batch, batches, first + i, steps, TILE, STATES, BD) + (first + i) % TILE * STATES
+                at_part = parts + here_in + of + column // R * (TILE * STATES)
+                tl.store(at_part, sum_each(each), mask=of < tl.where(first + i < end, STATES, 0))
+            carry, sum_A = carried, sums_A
+            if NEED_B and GB == 0:
+                sum_B = sums_B
+            if NEED_C and GC == 0:
+                sum_C = sums_C
+            du = tl.sum(of_u, axis=0)
             if NEED_X:
                 grad = dt[i] * du
                 if HAS_D:
                     grad += skip * dp[i]
                 tl.store(dx + at, grad.to(dx.dtype.element_ty), mask=here)
             if NEED_DELTA or NEED_BIAS:
-                grad = (xt[i] * du + sum_products(decay * from_decay, square, 0) * LN2) * slope[i]
+                grad = (xt[i] * du + tl.sum(of_decay, axis=0) * LN2) * slope[i]
                 if NEED_DELTA:
                     tl.store(ddelta + at, grad.to(ddelta.dtype.element_ty), mask=here)
                 if NEED_BIAS:
@@ -206,37 +230,23 @@ def reverse(
             if NEED_D:
                 sum_D += dp[i] * xt[i]
             if NEED_Z:
-                ungated = sum_products(h[i + 1] * Ct[i], square, 0)
+                ungated = dot(h[i + 1], Ct[i])
                 if HAS_D:
                     ungated += skip * xt[i]
                 tl.store(dz + at, (gate_slope[i] * ungated).to(dz.dtype.element_ty), mask=here)
-            at = at_tile(block, batch, batches, first + i, steps, TILE, STATES, BD) + (first + i) % TILE * STATES + state
-            there = state < tl.where(first + i < end, STATES, 0)
-            if NEED_B:
-                of_B = g * (dt[i] * xt[i])[None, :]
-                if GB == 0:
-                    sum_B += of_B
-                else:
-                    tl.store(parts + at, sum_products(of_B, square, 1), mask=there)
-            if NEED_C:
-                of_C = dp[i][None, :] * h[i + 1]
-                if GC == 0:
-                    sum_C += of_C
-                else:
-                    tl.store(parts + at + TILE * STATES, sum_products(of_C, square, 1), mask=there)
     if NEED_A:
-        store_state(dA, chunk, channel, ours, sum_A, CHANNELS, STATES, BN)
+        store_state(dA, chunk, channel, ours, sum_A, CHANNELS, STATES, BN, R)
     if NEED_B and GB == 0:
-        store_state(dB, chunk, channel, ours, sum_B, CHANNELS, STATES, BN)
+        store_state(dB, chunk, channel, ours, sum_B, CHANNELS, STATES, BN, R)
     if NEED_C and GC == 0:
-        store_state(dC, chunk, channel, ours, sum_C, CHANNELS, STATES, BN)
+        store_state(dC, chunk, channel, ours, sum_C, CHANNELS, STATES, BN, R)
     if NEED_D:
         tl.store(dD + chunk * CHANNELS + channel, sum_D, mask=ours)
     if NEED_BIAS:
         tl.store(dbias + chunk * CHANNELS + channel, sum_bias, mask=ours)
     if NEED_INITIAL:
         if opens:
-            store_state(dinitial_state, sequence, channel, ours, carry, CHANNELS, STATES, BN)
+            store_state(dinitial_state, sequence, channel, ours, carry, CHANNELS, STATES, BN, R)
 
 
 @triton.jit(do_not_specialize=["steps", "batches"])

@@ -3,23 +3,10 @@
 import triton
 import triton.language as tl
 
-from bridge.language import rows, sigmoid, sum_products
+from bridge.language import rows, sigmoid
 from bridge.ops.selective_scan.tiles import (
-    CUT,
-    at_states,
-    chunk_of,
-    chunks_of,
-    grow,
-    load_channels,
-    load_decay,
-    load_matrix,
-    load_projection,
-    load_state,
-    load_vector,
-    own,
-    step_sizes,
-    store_state,
-    where_true,
+    CUT, advance, chunk_of, chunks_of, dot, load_channels, load_decay, load_matrix, load_projection, load_state, load_states, load_vector,
+    own, shift, step_sizes, store_state, store_states, where_true, zeros,
 )  # fmt: skip
 
 
@@ -78,7 +65,7 @@ def chunk_ends(
     steps, chunks, span,
     ends, elapsed,
     CHANNELS: tl.constexpr, STATES: tl.constexpr, GROUPS: tl.constexpr, GB: tl.constexpr,
-    BD: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
+    BD: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """For each chunk that another follows: the state at its end from a zero start (chunks n d), and its sum of dt (chunks d)."""
     wide: tl.constexpr = ends.dtype.element_ty
@@ -87,24 +74,23 @@ def chunk_ends(
     if closes:
         end = begin
     bias = load_vector(delta_bias, channel, ours, wide, HAS_BIAS)
-    decay = load_decay(A, channel, ours, wide, STATES, BN)
-    constant = load_matrix(B, channel, ours, wide, GB == 0, STATES, BN)
-    h = tl.zeros((BN, BD), wide)
+    decay = load_decay(A, channel, ours, wide, STATES, BN, R)
+    constant = load_matrix(B, channel, ours, wide, GB == 0, STATES, BN, R)
+    h = zeros(BD, wide, BN, R)
     total = tl.zeros((BD,), wide)
-    for start in tl.range(0, end - begin, TILE):
+    for start in tl.range(0, end - begin, TILE, num_stages=3):
         first = begin + start
         row = batch * steps + first
         inside = (first + tl.arange(0, TILE) < end)[:, None] & ours[None, :]
         xs = load_channels(x, row, channel, inside, wide, CHANNELS, TILE)
         dts, slope = step_sizes(load_channels(delta, row, channel, inside, wide, CHANNELS, TILE), bias[None, :], inside, SOFTPLUS)
         dt, u = rows(dts, TILE, BD), rows(dts * xs, TILE, BD)
-        Bt = load_projection(B, constant, row, end - first, group, wide, GB, STATES, BN, TILE)
+        Bt = load_projection(B, constant, row, end - first, group, wide, GB, STATES, BN, R, TILE)
         for i in tl.static_range(TILE):
-            h = grow(dt[i][None, :] * decay) * h + u[i][None, :] * Bt[i]
+            h = advance(h, decay, dt[i], u[i], Bt[i])
             total += dt[i]
     index = index.to(tl.int64)
-    square = (tl.arange(0, BN)[:, None] < STATES) & ours[None, :]
-    tl.store(ends + at_states(index, channel, CHANNELS, STATES, BN), h, mask=square)
+    store_states(ends, index, channel, ours, h, CHANNELS, STATES, BN, R)
     tl.store(elapsed + index * CHANNELS + channel, total, mask=ours)
 
 
@@ -113,22 +99,20 @@ def chunk_starts(
     A, initial_state, ends, elapsed, offsets,
     chunks,
     starts,
-    CHANNELS: tl.constexpr, STATES: tl.constexpr, GROUPS: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr,
+    CHANNELS: tl.constexpr, STATES: tl.constexpr, GROUPS: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
     HAS_INITIAL: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """The state at the start of each chunk (chunks n d) but the first of its sequence."""
     wide: tl.constexpr = starts.dtype.element_ty
     block, group, channel, ours, sequence = own(CHANNELS, GROUPS, BD)
     first, last = chunks_of(offsets, sequence, chunks, PACKED)
-    square = (tl.arange(0, BN)[:, None] < STATES) & ours[None, :]
-    decay = load_decay(A, channel, ours, wide, STATES, BN)
-    h = load_state(initial_state, sequence.to(tl.int64), channel, ours, wide, HAS_INITIAL, CHANNELS, STATES, BN)
+    decay = load_decay(A, channel, ours, wide, STATES, BN, R)
+    h = load_state(initial_state, sequence.to(tl.int64), channel, ours, wide, HAS_INITIAL, CHANNELS, STATES, BN, R)
     for chunk in range(first, last - 1):
         index = tl.cast(chunk, tl.int64)
         dt = tl.load(elapsed + index * CHANNELS + channel, mask=ours, other=0.0)
-        add = tl.load(ends + at_states(index, channel, CHANNELS, STATES, BN), mask=square, other=0.0)
-        h = grow(dt[None, :] * decay) * h + add
-        tl.store(starts + at_states(index + 1, channel, CHANNELS, STATES, BN), h, mask=square)
+        h = advance(h, decay, dt, tl.full((BD,), 1.0, wide), load_states(ends, index, channel, ours, CHANNELS, STATES, BN, R))
+        store_states(starts, index + 1, channel, ours, h, CHANNELS, STATES, BN, R)
 
 
 @triton.jit(do_not_specialize=["steps", "chunks", "span"])
@@ -137,48 +121,47 @@ def scan(
     steps, chunks, span,
     y, final_state, states,
     CHANNELS: tl.constexpr, STATES: tl.constexpr, GROUPS: tl.constexpr, GB: tl.constexpr, GC: tl.constexpr,
-    BD: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr,
+    BD: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """y (b t d), final_state (b d n, or s d n) and the states to keep (b ceil(t/SEGMENT) n d; none for SEGMENT = 0)."""
     wide: tl.constexpr = final_state.dtype.element_ty
     block, group, channel, ours, index = own(CHANNELS, GROUPS, BD)
     sequence, batch, begin, end, opens, closes = chunk_of(cuts, index, steps, chunks, span, PACKED)
-    square = (tl.arange(0, BN)[:, None] < STATES) & ours[None, :]
     bias = load_vector(delta_bias, channel, ours, wide, HAS_BIAS)
     skip = load_vector(D, channel, ours, wide, HAS_D)
-    decay = load_decay(A, channel, ours, wide, STATES, BN)
-    constant_B = load_matrix(B, channel, ours, wide, GB == 0, STATES, BN)
-    constant_C = load_matrix(C, channel, ours, wide, GC == 0, STATES, BN)
+    decay = load_decay(A, channel, ours, wide, STATES, BN, R)
+    constant_B = load_matrix(B, channel, ours, wide, GB == 0, STATES, BN, R)
+    constant_C = load_matrix(C, channel, ours, wide, GC == 0, STATES, BN, R)
     if opens:
-        h = load_state(initial_state, sequence, channel, ours, wide, HAS_INITIAL, CHANNELS, STATES, BN)
+        h = load_state(initial_state, sequence, channel, ours, wide, HAS_INITIAL, CHANNELS, STATES, BN, R)
     else:
-        there = (tl.arange(0, BN)[:, None] < STATES) & where_true(channel, ours, begin < end, CHANNELS)[None, :]
-        h = tl.load(starts + at_states(index.to(tl.int64), channel, CHANNELS, STATES, BN), mask=there, other=0.0)
+        there = where_true(channel, ours, begin < end, CHANNELS)
+        h = load_states(starts, index.to(tl.int64), channel, there, CHANNELS, STATES, BN, R)
     if PACKED:
-        h += tl.load(poison)
-    for start in tl.range(0, end - begin, TILE):
+        h = shift(h, tl.load(poison))
+    for start in tl.range(0, end - begin, TILE, num_stages=3):
         first = begin + start
         row = batch * steps + first
         if SEGMENT:
             # Where sequences are packed, the first segments of several could have one place: those are initial states anyway.
-            if (start % SEGMENT == 0) & ((start > 0) | ((opens == 0) | (not PACKED))):
-                at = at_states(batch * tl.cdiv(steps, SEGMENT) + first // SEGMENT, channel, CHANNELS, STATES, BN)
-                tl.store(states + at, h, mask=square)
+            keep = (start % SEGMENT == 0) & ((start > 0) | ((opens == 0) | (not PACKED)))
+            kept = where_true(channel, ours, keep, CHANNELS)  # a mask and no branch, which the loop's pipeline would pay for
+            store_states(states, batch * tl.cdiv(steps, SEGMENT) + first // SEGMENT, channel, kept, h, CHANNELS, STATES, BN, R)
         inside = (first + tl.arange(0, TILE) < end)[:, None] & ours[None, :]
         xs = load_channels(x, row, channel, inside, wide, CHANNELS, TILE)
         dts, slope = step_sizes(load_channels(delta, row, channel, inside, wide, CHANNELS, TILE), bias[None, :], inside, SOFTPLUS)
         dt, u = rows(dts, TILE, BD), rows(dts * xs, TILE, BD)
-        Bt = load_projection(B, constant_B, row, end - first, group, wide, GB, STATES, BN, TILE)
-        Ct = load_projection(C, constant_C, row, end - first, group, wide, GC, STATES, BN, TILE)
+        Bt = load_projection(B, constant_B, row, end - first, group, wide, GB, STATES, BN, R, TILE)
+        Ct = load_projection(C, constant_C, row, end - first, group, wide, GC, STATES, BN, R, TILE)
         if HAS_D:
             through = rows(skip[None, :] * xs, TILE, BD)
         if HAS_Z:
             zs = load_channels(z, row, channel, inside, wide, CHANNELS, TILE)
             gate = rows(zs * sigmoid(zs), TILE, BD)
         for i in tl.static_range(TILE):
-            h = grow(dt[i][None, :] * decay) * h + u[i][None, :] * Bt[i]
-            out = sum_products(h * Ct[i], square, 0)
+            h = advance(h, decay, dt[i], u[i], Bt[i])
+            out = dot(h, Ct[i])
             if HAS_D:
                 out += through[i]
             if HAS_Z:
@@ -186,4 +169,4 @@ def scan(
             here = where_true(channel, ours, first + i < end, CHANNELS)
             tl.store(y + (row + i) * CHANNELS + channel, out.to(y.dtype.element_ty), mask=here)
     if closes:
-        store_state(final_state, sequence, channel, ours, h, CHANNELS, STATES, BN)
+        store_state(final_state, sequence, channel, ours, h, CHANNELS, STATES, BN, R)

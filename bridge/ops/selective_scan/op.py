@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bridge.language import sum_leading
+from bridge.language import INTERPRETING, sum_leading, widen
 from bridge.op import Call, Op
 from bridge.ops.selective_scan import backward as backwards
 from bridge.ops.selective_scan import forward as forwards
@@ -40,7 +40,12 @@ SIGNATURE = """
 """
 
 TILE = 8  # steps that are read, and taken backwards, together: their states fit the registers
-PROGRAMS = 2048  # about as many as a large GPU holds at once; time is cut until there are so many
+AHEAD = 16  # steps that are read together going forward
+LANE = 8  # states of a channel in one lane's registers
+# One-warp programs that fill a large GPU, and how many to aim at where time is cut; of the forward and of the backward pass,
+# whose programs hold more registers.
+FULL, WANTED = 600, 4096
+BACKWARD = dict(full=1000, wanted=2048)
 SHORTEST = 256  # steps in a chunk of time
 
 
@@ -54,6 +59,8 @@ class Layout:
     n: int
     groups: int = 1
     packed: int | None = None  # how many sequences share the batch
+    full: int = FULL  # programs that are enough
+    wanted: int = WANTED  # programs to reach where they aren't
 
     @property
     def states(self) -> int:
@@ -66,8 +73,23 @@ class Layout:
         return min(max(256 // self.states, 16), 64) if self.states <= 128 else max(2048 // self.states, 4)
 
     @property
+    def lane(self) -> int:
+        """States of a channel that a lane holds. The interpreter, which takes as long for a number as for a tile, has one tile."""
+        return 1 if INTERPRETING else min(self.states, LANE)
+
+    @property
     def num_warps(self) -> int:
         return min(max(self.states * self.channels // 256, 1), 32)
+
+    @property
+    def reverse_lane(self) -> int:
+        """The same of the backward sweep, which has more to keep of each."""
+        return 1 if INTERPRETING else min(self.states, LANE // 2)
+
+    @property
+    def lane_warps(self) -> int:
+        """Warps of a kernel whose lanes hold `lane` states: one where it can be, since it needs no barriers."""
+        return max(self.states // self.lane * self.channels // 128, 1)
 
     @property
     def blocks(self) -> int:
@@ -81,9 +103,10 @@ class Layout:
 
     @property
     def span(self) -> int:
-        """Steps in a chunk, a multiple of the segment."""
+        """Steps in a chunk, a multiple of the segment. Time is cut only where there are too few programs without: chunks
+        cost a pass of their own."""
         programs = max(1, self.b * self.groups * self.blocks)
-        wanted = max(1, min(cdiv(PROGRAMS, programs), self.t // SHORTEST))
+        wanted = 1 if programs >= self.full else max(1, min(cdiv(self.wanted, programs), self.t // SHORTEST))
         return max(1, cdiv(cdiv(self.t, wanted), self.segment)) * self.segment
 
     @property
@@ -111,16 +134,16 @@ class Passes:
     `renamed` says under which names this op has what the kernels call initial_state and final_state.
     """
 
-    def __init__(self, call: Call, renamed: Mapping[str, str] | None = None):
-        self.call, self.renamed = call, renamed or {}
+    def __init__(self, call: Call, renamed: Mapping[str, str] | None = None, **target: int):
+        self.call, self.renamed = call, dict(renamed or {})
         sizes, forms = call.sizes, call.sizes.forms
         self.groups = {name: self.groups_of(forms[name]) for name in "BC"}
         groups = max(1, *self.groups.values())
         packed = sizes["s"] if call.has("cu_seqlens") else None
-        self.layout = Layout(sizes["b"], sizes.get("t", 1), sizes["d"], sizes["n"], groups, packed)
+        self.layout = Layout(sizes["b"], sizes.get("t", 1), sizes["d"], sizes["n"], groups, packed, **target)
         self.wide = "float64" if call.dtypes["x"] == "float64" else "float32"
         self.flags = {
-            "BD": self.layout.channels,
+            "R": self.layout.lane,
             "SOFTPLUS": call.options["delta_softplus"],
             "PACKED": packed is not None,
             "GB": self.groups["B"],
@@ -138,6 +161,18 @@ class Passes:
     def name(self, kernels_name: str) -> str:
         return self.renamed.get(kernels_name, kernels_name)
 
+    def widened(self) -> list[Launch]:
+        """B and C in the type of arithmetic: every block of channels reads them."""
+        launches = []
+        for name, groups in self.groups.items():
+            array = self.call.array(name)
+            if groups and array.dtype != self.wide and not self.renamed.get(name):
+                size, block = math.prod(array.shape), 1024
+                outputs = {f"{name}_wide": self.array(*array.shape)}
+                launches.append(Launch(widen, cdiv(size, block), (name,), (size,), outputs, {"BLOCK": block}, wide=self.wide))
+                self.renamed[name] = f"{name}_wide"
+        return launches
+
     def array(self, *shape: int) -> Array:
         return Array(shape, self.wide)
 
@@ -147,7 +182,7 @@ class Passes:
         sizes = dict(CHANNELS=k.d, STATES=k.n, GROUPS=k.groups, BD=k.channels, BN=k.states)
         return Launch(
             kernel, k.groups * k.blocks * count, tuple(map(self.name, inputs.split())), scalars, outputs, {**sizes, **constants, **flags},
-            wide=self.wide, num_warps=k.num_warps, over=over or {},
+            wide=self.wide, num_warps=k.lane_warps if "R" in flags else k.num_warps, over=over or {},
         )  # fmt: skip
 
     def cuts(self) -> list[Launch]:
@@ -164,8 +199,10 @@ class Passes:
         k = self.layout
         return self.array(k.groups * k.blocks, k.b, cdiv(k.t, TILE), k.n * max(k.channels, 2 * TILE))
 
-    def reverse(self, needs: tuple[str, ...], over: Mapping[str, str] | None = None) -> list[Launch]:
+    def reverse(self, needs: tuple[str, ...], recomputed: bool = False) -> list[Launch]:
         """The backward sweep and the sums of what leaves it in parts."""
+        # Tiles of packed sequences begin anywhere, and the sums of one could hit the states of another.
+        over = {"parts": "fine"} if recomputed and self.layout.packed is None else None
         k, call = self.layout, self.call
         gradients = {f"d{name}": call.array(name) for name in needs}
         # Gradients that are summed over programs leave the sweep as partial sums: those over time one by one,
@@ -189,7 +226,7 @@ class Passes:
             backwards.reverse, k.chunks,
             "x delta A B C D z delta_bias initial_state fine carries cuts poison dy dfinal_state", (*k.cut, k.b),
             {**outputs, "parts": self.workspace() if over_channels else self.array(1)},
-            ("SOFTPLUS", "GB", "GC", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED"), TILE=TILE,
+            ("SOFTPLUS", "GB", "GC", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED"), TILE=TILE, R=k.reverse_lane, HAS_FINE=recomputed,
             over=over if over_channels else None, **{flag: name in gradients for flag, name in needed.items()},
         )  # fmt: skip
         sums = [self.sum(f"{name}_parts", k.chunks, name, gradients[name]) for name in in_time]
@@ -218,17 +255,17 @@ def saved(call: Call) -> dict[str, Array]:
 def forward(call: Call, save: bool) -> Plan:
     passes = Passes(call)
     k = passes.layout
-    launches = passes.cuts()
+    launches = passes.cuts() + passes.widened()
     if k.each > 1:
         launches += [
             passes.launch(
                 forwards.chunk_ends, k.chunks, "x delta A B delta_bias cuts", k.cut,
                 {"ends": passes.array(k.chunks, k.n, k.d), "elapsed": passes.array(k.chunks, k.d)},
-                ("GB", "SOFTPLUS", "HAS_BIAS", "PACKED"), TILE=TILE,
+                ("GB", "SOFTPLUS", "HAS_BIAS", "PACKED", "R"), TILE=AHEAD,
             ),
             passes.launch(
                 forwards.chunk_starts, k.sequences, "A initial_state ends elapsed offsets", (k.each,),
-                {"starts": passes.array(k.chunks, k.n, k.d)}, ("HAS_INITIAL", "PACKED"),
+                {"starts": passes.array(k.chunks, k.n, k.d)}, ("HAS_INITIAL", "PACKED", "R"),
             ),
         ]  # fmt: skip
     states = saved(call) if save else {"states": passes.array(1)}
@@ -236,14 +273,14 @@ def forward(call: Call, save: bool) -> Plan:
         passes.launch(
             forwards.scan, k.chunks, "x delta A B C D z delta_bias initial_state starts cuts poison", k.cut,
             {**call.outputs, **states},
-            ("GB", "GC", "SOFTPLUS", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED"), TILE=TILE, SEGMENT=k.segment if save else 0,
+            ("GB", "GC", "SOFTPLUS", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED", "R"), TILE=AHEAD, SEGMENT=k.segment if save else 0,
         )
     )  # fmt: skip
     return Plan(tuple(launches), tuple(selective_scan.results(call, save)))
 
 
 def backward(call: Call, needs: tuple[str, ...]) -> Plan:
-    passes = Passes(call)
+    passes = Passes(call, **BACKWARD)
     k = passes.layout
     carry = k.each > 1
     # One chunk a sequence leaves most of a GPU idle, and from the states that were kept every segment can start at once.
@@ -251,7 +288,7 @@ def backward(call: Call, needs: tuple[str, ...]) -> Plan:
     if not carry and k.packed is None:
         each = cdiv(k.t, k.segment)
         chunks, cut = k.b * each, (k.t, each, k.segment)
-    launches = passes.cuts()
+    launches = passes.cuts() + passes.widened()
     launches.append(
         passes.launch(
             backwards.recompute, chunks, "x delta A B C z delta_bias initial_state states cuts poison dy", (*cut, k.b),
@@ -260,18 +297,17 @@ def backward(call: Call, needs: tuple[str, ...]) -> Plan:
                 "heads": passes.array(k.chunks, k.n, k.d) if carry else passes.array(1),
                 "elapsed": passes.array(k.chunks, k.d) if carry else passes.array(1),
             },
-            ("GB", "GC", "SOFTPLUS", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED"), TILE=TILE, SEGMENT=k.segment, CARRY=carry,
+            ("GB", "GC", "SOFTPLUS", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED", "R"), TILE=TILE, SEGMENT=k.segment, CARRY=carry,
         )
     )  # fmt: skip
     if carry:
         launches.append(
             passes.launch(
                 backwards.chunk_carries, k.sequences, "A heads elapsed dfinal_state offsets", (k.each,),
-                {"carries": passes.array(k.chunks, k.n, k.d)}, ("PACKED",),
+                {"carries": passes.array(k.chunks, k.n, k.d)}, ("PACKED", "R"),
             )
         )  # fmt: skip
-    # Tiles of packed sequences begin anywhere, and the sums of one could hit the states of another.
-    launches += passes.reverse(needs, {"parts": "fine"} if k.packed is None else None)
+    launches += passes.reverse(needs, recomputed=True)
     return Plan(tuple(launches), tuple(f"d{name}" for name in needs))
 
 

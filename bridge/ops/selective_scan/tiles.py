@@ -16,7 +16,7 @@ long, and `cuts` lists them (`cut_sequences` in forward.py).
 import triton
 import triton.language as tl
 
-from bridge.language import LOG2E, rows, sigmoid, softplus
+from bridge.language import LOG2E, product, rows, sigmoid, softplus
 
 CUT = tl.constexpr(5)  # numbers in a row of `cuts`
 
@@ -85,27 +85,40 @@ def load_vector(pointer, channel, ours, wide: tl.constexpr, PRESENT: tl.constexp
 
 
 @triton.jit
-def load_matrix(pointer, channel, ours, wide: tl.constexpr, PRESENT: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr):
-    """[BN, BD] from an array d n; nothing to speak of where it isn't wanted."""
-    if PRESENT:
-        state = tl.arange(0, BN)[:, None]
-        at = channel[None, :].to(tl.int64) * STATES + state
-        return tl.load(pointer + at, mask=(state < STATES) & ours[None, :], other=0.0).to(wide)
-    else:
-        return 0.0
+def first_states(BN: tl.constexpr, R: tl.constexpr):
+    """[BN/R, 1], the first state of each lane. A lane's R states are neighbours: tensor r of a tuple holds this plus r."""
+    return (tl.arange(0, BN // R) * R)[:, None]
 
 
 @triton.jit
-def load_decay(A, channel, ours, wide: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr):
-    """A log2(e), [BN, BD]: exp(dt A) is then one exp2."""
-    return load_matrix(A, channel, ours, wide, True, STATES, BN) * LOG2E
+def load_matrix(pointer, channel, ours, wide: tl.constexpr, PRESENT: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr, R: tl.constexpr):
+    """R tensors [BN/R, BD] from an array d n; nothing to speak of where it isn't wanted."""
+    made = ()
+    if PRESENT:
+        state = first_states(BN, R)
+        at = channel[None, :].to(tl.int64) * STATES + state
+        for r in tl.static_range(R):
+            made = made + (tl.load(pointer + at + r, mask=(state + r < STATES) & ours[None, :], other=0.0).to(wide),)
+    return made
+
+
+@triton.jit
+def load_decay(A, channel, ours, wide: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr, R: tl.constexpr):
+    """A log2(e): exp(dt A) is then one exp2."""
+    loaded = load_matrix(A, channel, ours, wide, True, STATES, BN, R)
+    made = ()
+    for r in tl.static_range(R):
+        made = made + (loaded[r] * LOG2E,)
+    return made
 
 
 @triton.jit
 def load_projection(
-    pointer, constant, row, left, group, wide: tl.constexpr, G: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr, TILE: tl.constexpr
-):
-    """TILE steps of B or C from `row` on, of which `left` lie within the chunk, each to be multiplied with [BN, BD].
+    pointer, constant, row, left, group, wide: tl.constexpr, G: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """TILE steps of B or C from `row` on, of which `left` lie within the chunk; each step is R tensors, to be multiplied with
+    [BN/R, BD].
 
     pointer: (b t) g n. Where it is constant in time (G = 0), it was read before, by load_matrix.
     """
@@ -117,9 +130,13 @@ def load_projection(
         step, state = tl.arange(0, TILE)[:, None], tl.arange(0, BN)[None, :]
         at = (row * G + (group if G > 1 else 0)) * STATES + step * (G * STATES) + state
         tile = tl.load(pointer + at, mask=(step < left) & (state < STATES), other=0.0)
-        pieces = rows(tile.to(wide), TILE, BN)
+        pieces = rows(tile, TILE, BN)
         for i in tl.static_range(TILE):
-            made = made + (pieces[i][:, None],)
+            of_step = ()
+            columns = rows(tl.trans(tl.reshape(pieces[i], (BN // R, R))), R, BN // R)
+            for r in tl.static_range(R):
+                of_step = of_step + (columns[r][:, None].to(wide),)
+            made = made + (of_step,)
     return made
 
 
@@ -132,28 +149,80 @@ def at_tile(block, batch, batches, step, steps, TILE: tl.constexpr, STATES: tl.c
 
 
 @triton.jit
-def at_states(index, channel, CHANNELS: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr):
-    """Offsets [BN, BD] of entry `index` in an array (...) n d."""
-    return (index * STATES + tl.arange(0, BN)[:, None]) * CHANNELS + channel[None, :]
+def load_states(pointer, index, channel, there, CHANNELS: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr, R: tl.constexpr):
+    """R tensors [BN/R, BD]: entry `index` of an array (...) n d, for channels that are `there`."""
+    state = first_states(BN, R)
+    at = (index * STATES + state) * CHANNELS + channel[None, :]
+    made = ()
+    for r in tl.static_range(R):
+        made = made + (tl.load(pointer + at + r * CHANNELS, mask=(state + r < STATES) & there[None, :], other=0.0),)
+    return made
+
+
+@triton.jit
+def store_states(pointer, index, channel, there, h, CHANNELS: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr, R: tl.constexpr):
+    """The same written."""
+    state = first_states(BN, R)
+    at = (index * STATES + state) * CHANNELS + channel[None, :]
+    for r in tl.static_range(R):
+        tl.store(pointer + at + r * CHANNELS, h[r], mask=(state + r < STATES) & there[None, :])
+
+
+@triton.jit
+def zeros(BD: tl.constexpr, wide: tl.constexpr, BN: tl.constexpr, R: tl.constexpr):
+    made = ()
+    for _ in tl.static_range(R):
+        made = made + (tl.zeros((BN // R, BD), wide),)
+    return made
 
 
 @triton.jit
 def load_state(
-    pointer, sequence, channel, ours, wide: tl.constexpr, PRESENT: tl.constexpr, CHANNELS: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr
+    pointer, sequence, channel, ours, wide: tl.constexpr, PRESENT: tl.constexpr, CHANNELS: tl.constexpr, STATES: tl.constexpr,
+    BN: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """[BN, BD] from an array (...) d n, zeros where it isn't there."""
+    """R tensors [BN/R, BD] from an array (...) d n, zeros where it isn't there."""
     if PRESENT:
-        return load_matrix(pointer + sequence * (CHANNELS * STATES), channel, ours, wide, True, STATES, BN)
+        return load_matrix(pointer + sequence * (CHANNELS * STATES), channel, ours, wide, True, STATES, BN, R)
     else:
-        return tl.zeros((BN, channel.shape[0]), wide)
+        return zeros(channel.shape[0], wide, BN, R)
 
 
 @triton.jit
-def store_state(pointer, sequence, channel, ours, h, CHANNELS: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr):
-    """h [BN, BD] into an array (...) d n."""
-    state = tl.arange(0, BN)[:, None]
+def store_state(
+    pointer, sequence, channel, ours, h, CHANNELS: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr, R: tl.constexpr
+):  # fmt: skip
+    """h into an array (...) d n."""
+    state = first_states(BN, R)
     at = (sequence * CHANNELS + channel[None, :]) * STATES + state
-    tl.store(pointer + at, h.to(pointer.dtype.element_ty), mask=(state < STATES) & ours[None, :])
+    for r in tl.static_range(R):
+        tl.store(pointer + at + r, h[r].to(pointer.dtype.element_ty), mask=(state + r < STATES) & ours[None, :])
+
+
+@triton.jit
+def advance(h, decay, dt, u, Bt):
+    """exp(dt A) h + u B. dt, u: [BD]."""
+    made = ()
+    for r in tl.static_range(len(h)):
+        made = made + (grow(dt[None, :] * decay[r]) * h[r] + u[None, :] * Bt[r],)
+    return made
+
+
+@triton.jit
+def shift(h, by):
+    made = ()
+    for r in tl.static_range(len(h)):
+        made = made + (h[r] + by,)
+    return made
+
+
+@triton.jit
+def dot(h, w):
+    """The sum over the states, [BD]; the same bits in every lane that holds a copy of it."""
+    terms = product(h[0], w[0])
+    for r in tl.static_range(1, len(h)):
+        terms += h[r] * w[r]
+    return tl.sum(terms, axis=0)
 
 
 @triton.jit

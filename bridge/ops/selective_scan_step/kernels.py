@@ -3,18 +3,9 @@
 import triton
 import triton.language as tl
 
-from bridge.language import sigmoid, sum_products
+from bridge.language import sigmoid
 from bridge.ops.selective_scan.tiles import (
-    grow,
-    load_decay,
-    load_matrix,
-    load_projection,
-    load_state,
-    load_vector,
-    own,
-    step_sizes,
-    store_state,
-    where_true,
+    dot, grow, load_decay, load_matrix, load_projection, load_state, load_vector, own, step_sizes, store_state, where_true,
 )  # fmt: skip
 
 
@@ -43,12 +34,12 @@ def step(
     xs = tl.load(x + at, mask=ours, other=0.0).to(wide)
     bias = load_vector(delta_bias, channel, ours, wide, HAS_BIAS)
     dt, slope = step_sizes(tl.load(delta + at, mask=ours, other=0.0).to(wide), bias, ours, SOFTPLUS)
-    decay = load_decay(A, channel, ours, wide, STATES, BN)
-    Bt = load_projection(B, load_matrix(B, channel, ours, wide, GB == 0, STATES, BN), batch, 1, group, wide, GB, STATES, BN, 1)
-    Ct = load_projection(C, load_matrix(C, channel, ours, wide, GC == 0, STATES, BN), batch, 1, group, wide, GC, STATES, BN, 1)
-    h = load_state(state, slot, channel, stateful, wide, True, CHANNELS, STATES, BN)
-    h = grow(dt[None, :] * decay) * h + (dt * xs)[None, :] * Bt[0]
-    out = sum_products(h * Ct[0], (tl.arange(0, BN)[:, None] < STATES) & stateful[None, :], 0)
+    decay = load_decay(A, channel, ours, wide, STATES, BN, 1)[0]
+    Bt = load_projection(B, load_matrix(B, channel, ours, wide, GB == 0, STATES, BN, 1), batch, 1, group, wide, GB, STATES, BN, 1, 1)
+    Ct = load_projection(C, load_matrix(C, channel, ours, wide, GC == 0, STATES, BN, 1), batch, 1, group, wide, GC, STATES, BN, 1, 1)
+    h = load_state(state, slot, channel, stateful, wide, True, CHANNELS, STATES, BN, 1)[0]
+    h = grow(dt[None, :] * decay) * h + (dt * xs)[None, :] * Bt[0][0]
+    out = dot((h,), Ct[0])
     if HAS_D:
         out += load_vector(D, channel, ours, wide, True) * xs
     if HAS_Z:
@@ -57,4 +48,4 @@ def step(
     if INDEXED:
         out = tl.where(slot < 0, 0.0, tl.where(slot < slots, out, float("nan")))
     tl.store(y + at, out.to(y.dtype.element_ty), mask=ours)
-    store_state(new_state, slot, channel, stateful, h, CHANNELS, STATES, BN)
+    store_state(new_state, slot, channel, stateful, (h,), CHANNELS, STATES, BN, 1)
