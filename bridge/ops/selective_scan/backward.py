@@ -111,7 +111,7 @@ def reverse(
     dx, ddelta, dz, dinitial_state, dA, dB, dC, dD, dbias, parts,
     CHANNELS: tl.constexpr, STATES: tl.constexpr, GROUPS: tl.constexpr, GB: tl.constexpr, GC: tl.constexpr,
     BD: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr, PACKED: tl.constexpr, HAS_FINE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr, PACKED: tl.constexpr, HAS_FINE: tl.constexpr, SHARED: tl.constexpr,
     NEED_X: tl.constexpr, NEED_DELTA: tl.constexpr, NEED_A: tl.constexpr, NEED_B: tl.constexpr, NEED_C: tl.constexpr,
     NEED_D: tl.constexpr, NEED_Z: tl.constexpr, NEED_BIAS: tl.constexpr, NEED_INITIAL: tl.constexpr,
 ):  # fmt: skip
@@ -170,7 +170,8 @@ def reverse(
                 start = shift(start, tl.load(poison))
         else:
             start = load_state(initial_state, sequence, channel, ours, wide, HAS_INITIAL, CHANNELS, STATES, BN, R)
-        tl.debug_barrier()  # `parts` can be `fine`: no warp writes there before all have read
+        if SHARED:
+            tl.debug_barrier()  # `parts` can be `fine`: no warp writes there before all have read
         h = (start,)
         for i in tl.static_range(TILE):
             h = h + (advance(h[i], decay, dt[i], dt[i] * xt[i], Bt[i]),)

@@ -226,7 +226,7 @@ class Passes:
             backwards.reverse, k.chunks,
             "x delta A B C D z delta_bias initial_state fine carries cuts poison dy dfinal_state", (*k.cut, k.b),
             {**outputs, "parts": self.workspace() if over_channels else self.array(1)},
-            ("SOFTPLUS", "GB", "GC", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED"), TILE=TILE, R=k.reverse_lane, HAS_FINE=recomputed,
+            ("SOFTPLUS", "GB", "GC", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED"), TILE=TILE, R=k.reverse_lane, HAS_FINE=recomputed, SHARED=k.num_warps > 1,
             over=over if over_channels else None, **{flag: name in gradients for flag, name in needed.items()},
         )  # fmt: skip
         sums = [self.sum(f"{name}_parts", k.chunks, name, gradients[name]) for name in in_time]
