@@ -43,6 +43,21 @@ def rows(tile, T: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
+def parts(tile, count: tl.constexpr):
+    """[J, W] cut along its second axis into `count` tiles [J, W/count]."""
+    pieces = (tile,)
+    for level in tl.static_range(5):
+        if len(pieces) < count:
+            halves = ()
+            for p in tl.static_range(len(pieces)):
+                both = tl.reshape(pieces[p], (tile.shape[0], 2, tile.shape[1] // (2 * len(pieces))))
+                lower, upper = tl.split(tl.permute(both, (0, 2, 1)))
+                halves = halves + (lower, upper)
+            pieces = halves
+    return pieces
+
+
+@triton.jit
 def sigmoid(x):
     """1 / (1 + exp(-x)), from the exponential of -|x|, which can't overflow."""
     e = tl.exp2(-tl.abs(x) * LOG2E)
@@ -100,7 +115,7 @@ def sum_each(values):
     W: tl.constexpr = values[0].shape[1]
     left = ()
     for k in tl.static_range(m):
-        left = left + (tl.sum(tl.reshape(values[k], (J, m, W // m)), axis=2),)
+        left = left + (tl.sum(tl.reshape(values[k], (J, W // m, m)), axis=1),)
     for level in tl.static_range(6):
         if len(left) > 1:
             left = halve(left)

@@ -8,80 +8,112 @@ programs leaves as partial sums, which sum_leading adds in a fixed order.
 import triton
 import triton.language as tl
 
-from bridge.language import LN2, product, rows, sigmoid, sum_each
-from bridge.ops.selective_scan.tiles import (
-    advance, at_tile, chunk_of, chunks_of, dot, first_states, grow, load_channels, load_decay, load_matrix, load_projection, load_state,
-    load_states, load_vector, own, shift, step_sizes, store_state, store_states, where_true, zeros,
-)  # fmt: skip
+from bridge.language import LN2, parts, product, sum_each
+from bridge.ops.selective_scan import tiles
+
+
+@triton.jit
+def load_kept(
+    states, initial_state, sequence, batch, begin, step, steps, opens, channel, ours, wide: tl.constexpr, HAS_INITIAL: tl.constexpr,
+    SEGMENT: tl.constexpr, CHANNELS: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
+):  # fmt: skip
+    """The state before a step at the start of a segment: one that was kept, or where a sequence begins the initial one."""
+    if opens & (step == begin):
+        h = tiles.load_state(initial_state, sequence, channel, ours, wide, HAS_INITIAL, CHANNELS, STATES, BN, R)
+    else:
+        there = tiles.where_true(channel, ours, step < steps, CHANNELS)
+        h = tiles.load_states(states, batch * tl.cdiv(steps, SEGMENT) + step // SEGMENT, channel, there, CHANNELS, STATES, BN, R)
+    return h
 
 
 @triton.jit(do_not_specialize=["steps", "chunks", "span", "batches"])
 def recompute(
     x, delta, A, B, C, z, delta_bias, initial_state, states, cuts, poison, dy,
     steps, chunks, span, batches,
-    fine, heads, elapsed,
+    fine, after, heads, elapsed,
     CHANNELS: tl.constexpr, STATES: tl.constexpr, GROUPS: tl.constexpr, GB: tl.constexpr, GC: tl.constexpr,
     BD: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_Z: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_INITIAL: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr, CARRY: tl.constexpr,
 ):  # fmt: skip
-    """The state before every TILE-th step of a sequence but the first, into the workspace.
+    """The state before every TILE-th step of a sequence but the first, into the workspace; and that at the end of a chunk of the
+    backward sweep (chunks n d).
 
     CARRY: also what each chunk adds to the carry of the backward sweep, which goes from its end to its start
     (chunks n d): the sum over its steps of (product of the decays up to there) dp_t C_t; and its sum of dt (chunks d).
+    Without it these chunks are shorter than those of the sweep, which has one for each sequence.
     """
     wide: tl.constexpr = fine.dtype.element_ty
-    block, group, channel, ours, index = own(CHANNELS, GROUPS, BD)
-    sequence, batch, begin, end, opens, closes = chunk_of(cuts, index, steps, chunks, span, PACKED)
-    state = first_states(BN, R)
-    bias = load_vector(delta_bias, channel, ours, wide, HAS_BIAS)
-    decay = load_decay(A, channel, ours, wide, STATES, BN, R)
-    constant_B = load_matrix(B, channel, ours, wide, GB == 0, STATES, BN, R)
-    constant_C = load_matrix(C, channel, ours, wide, CARRY and GC == 0, STATES, BN, R)
-    if opens:
-        h = load_state(initial_state, sequence, channel, ours, wide, HAS_INITIAL, CHANNELS, STATES, BN, R)
-    else:
-        kept = batch * tl.cdiv(steps, SEGMENT) + begin // SEGMENT
-        h = load_states(states, kept, channel, where_true(channel, ours, begin < end, CHANNELS), CHANNELS, STATES, BN, R)
+    block, group, channel, ours, index = tiles.own(CHANNELS, GROUPS, BD)
+    sequence, batch, begin, end, opens, closes = tiles.chunk_of(cuts, index, steps, chunks, span, PACKED)
+    state = tiles.first_states(BN, R)
+    lane = tiles.apart(tl.arange(0, BD))[None, :]
+    bias = tiles.load_vector(delta_bias, channel, ours, wide, HAS_BIAS)
+    decay = tiles.load_decay(A, channel, ours, wide, STATES, BN, R)
+    constant_B = tiles.load_matrix(B, channel, ours, wide, GB == 0, STATES, BN, R)
+    constant_C = tiles.load_matrix(C, channel, ours, wide, CARRY and GC == 0, STATES, BN, R)
+    # A chunk that another follows needs no more than the state before its last tile: the next one begins with the state behind it.
+    whole = (closes | CARRY | PACKED) > 0
+    initial = load_kept(
+        states, initial_state, sequence, batch, begin, begin, tl.where(begin < end, steps, 0), opens, channel, ours, wide, HAS_INITIAL, SEGMENT,
+        CHANNELS, STATES, BN, R,
+    )  # fmt: skip
     if PACKED:
-        h = shift(h, tl.load(poison))
-    head = zeros(BD, wide, BN, R)
-    product = shift(head, 1.0)
-    total = tl.zeros((BD,), wide)
-    for start in tl.range(0, end - begin, TILE, num_stages=3):
-        first = begin + start
-        row = batch * steps + first
-        here = where_true(channel, ours, (start > 0) | ((opens == 0) | (not PACKED)), CHANNELS)[None, :]
-        at = at_tile(block, batch, batches, first, steps, TILE, STATES, BD)
-        for r in tl.static_range(R):
-            tl.store(fine + at + (state + r) * BD + tl.arange(0, BD)[None, :], h[r], mask=(state + r < STATES) & here)
-        inside = (first + tl.arange(0, TILE) < end)[:, None] & ours[None, :]
-        xs = load_channels(x, row, channel, inside, wide, CHANNELS, TILE)
-        dts, slope = step_sizes(load_channels(delta, row, channel, inside, wide, CHANNELS, TILE), bias[None, :], inside, SOFTPLUS)
-        dt, u = rows(dts, TILE, BD), rows(dts * xs, TILE, BD)
-        Bt = load_projection(B, constant_B, row, end - first, group, wide, GB, STATES, BN, R, TILE)
-        if CARRY:
-            dps = load_channels(dy, row, channel, inside, wide, CHANNELS, TILE)
-            if HAS_Z:
-                zs = load_channels(z, row, channel, inside, wide, CHANNELS, TILE)
-                dps *= zs * sigmoid(zs)
-            dp = rows(dps, TILE, BD)
-            Ct = load_projection(C, constant_C, row, end - first, group, wide, GC, STATES, BN, R, TILE)
-        for i in tl.static_range(TILE):
-            now, products, sums = (), (), ()
-            for r in tl.static_range(R):
-                a = grow(dt[i][None, :] * decay[r])
-                now = now + (a * h[r] + u[i][None, :] * Bt[i][r],)
+        initial = tiles.shift(initial, tl.load(poison))
+    one = tiles.shift(tiles.zeros(BD, wide, BN, R), 1.0)
+    h, head, through, total, wrong = initial, tiles.zeros(BD, wide, BN, R), one, tl.zeros((BD,), wide), True
+    for CAREFUL in tl.static_range(2):
+        if wrong:
+            AT_ONCE: tl.constexpr = 1 if CAREFUL else TILE
+            h, head, through, total = initial, tiles.zeros(BD, wide, BN, R), one, tl.zeros((BD,), wide)
+            for start in tl.range(0, tl.where(whole, end - begin, (end - begin - 1) // TILE * TILE), AT_ONCE, num_stages=3):
+                first, left = begin + start, end - begin - start
+                row = batch * steps + first
+                keep = (start % TILE == 0) & ((start > 0) | ((opens == 0) | (not PACKED)))
+                here = tiles.where_true(channel, ours, keep, CHANNELS)[None, :]
+                at = tiles.at_tile(block, batch, batches, first, steps, TILE, STATES, BD)
+                for r in tl.static_range(R):
+                    tl.store(fine + at + (state + r) * BD + lane, h[r], mask=(state + r < STATES) & here)
+                x_rows = tiles.load_rows(x, row, left, channel, ours, CHANNELS, AT_ONCE)
+                dt, slope = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE)
+                Bt = tiles.load_projection(B, constant_B, row, left, group, wide, GB, STATES, BN, R, AT_ONCE)
                 if CARRY:
-                    products = products + (a * product[r],)
-                    sums = sums + (head[r] + products[r] * (dp[i][None, :] * Ct[i][r]),)
-            h = now
+                    dy_rows = tiles.load_rows(dy, row, left, channel, ours, CHANNELS, AT_ONCE)
+                    Ct = tiles.load_projection(C, constant_C, row, left, group, wide, GC, STATES, BN, R, AT_ONCE)
+                    if HAS_Z:
+                        gate, gate_slope = tiles.load_gate(z, row, left, channel, ours, wide, CHANNELS, AT_ONCE)
+                for i in tl.static_range(AT_ONCE):
+                    u = (dt[i] * x_rows[i].to(wide))[None, :]
+                    now, products, sums = (), (), ()
+                    if CARRY:
+                        dp = dy_rows[i].to(wide)
+                        if HAS_Z:
+                            dp *= gate[i]
+                    for r in tl.static_range(R):
+                        a = tiles.growth(dt[i][None, :] * decay[r], CAREFUL)
+                        now = now + (a * h[r] + u * Bt[i][r],)
+                        if CARRY:
+                            products = products + (a * through[r],)
+                            sums = sums + (head[r] + products[r] * (dp[None, :] * Ct[i][r]),)
+                    h = now
+                    if CARRY:
+                        total += dt[i]
+                        through, head = products, sums
+            wrong = tiles.undefined(h)
             if CARRY:
-                total += dt[i]
-                product, head = products, sums
+                wrong = wrong | tiles.undefined(head)
+    if not whole:  # the last tile was left out: the state before it is all that is left to write
+        first = begin + (end - begin - 1) // TILE * TILE
+        at = tiles.at_tile(block, batch, batches, first, steps, TILE, STATES, BD)
+        for r in tl.static_range(R):
+            tl.store(fine + at + (state + r) * BD + lane, h[r], mask=(state + r < STATES) & ours[None, :])
     if CARRY:
         index = index.to(tl.int64)
-        store_states(heads, index, channel, ours, head, CHANNELS, STATES, BN, R)
+        tiles.store_states(after, index, channel, ours, h, CHANNELS, STATES, BN, R)
+        tiles.store_states(heads, index, channel, ours, head, CHANNELS, STATES, BN, R)
         tl.store(elapsed + index * CHANNELS + channel, total, mask=ours)
+    else:
+        of_sweep = index.to(tl.int64) if PACKED else sequence
+        tiles.store_states(after, of_sweep, channel, tiles.where_true(channel, ours, whole, CHANNELS), h, CHANNELS, STATES, BN, R)
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -93,24 +125,26 @@ def chunk_carries(
 ):  # fmt: skip
     """The carry that enters each chunk from its right (chunks n d), but for the last of its sequence."""
     wide: tl.constexpr = carries.dtype.element_ty
-    block, group, channel, ours, sequence = own(CHANNELS, GROUPS, BD)
-    first, last = chunks_of(offsets, sequence, chunks, PACKED)
-    decay = load_decay(A, channel, ours, wide, STATES, BN, R)
-    carry = load_state(dfinal_state, sequence.to(tl.int64), channel, ours, wide, True, CHANNELS, STATES, BN, R)
+    block, group, channel, ours, sequence = tiles.own(CHANNELS, GROUPS, BD)
+    first, last = tiles.chunks_of(offsets, sequence, chunks, PACKED)
+    decay = tiles.load_decay(A, channel, ours, wide, STATES, BN, R)
+    carry = tiles.load_state(dfinal_state, sequence.to(tl.int64), channel, ours, wide, True, CHANNELS, STATES, BN, R)
     for k in range(last - 1 - first):
         index = tl.cast(last - 1 - k, tl.int64)
         dt = tl.load(elapsed + index * CHANNELS + channel, mask=ours, other=0.0)
-        carry = advance(carry, decay, dt, tl.full((BD,), 1.0, wide), load_states(heads, index, channel, ours, CHANNELS, STATES, BN, R))
-        store_states(carries, index - 1, channel, ours, carry, CHANNELS, STATES, BN, R)
+        added = tiles.load_states(heads, index, channel, ours, CHANNELS, STATES, BN, R)
+        carry = tiles.advance(carry, decay, dt, tl.full((BD,), 1.0, wide), added, True)
+        tiles.store_states(carries, index - 1, channel, ours, carry, CHANNELS, STATES, BN, R)
 
 
 @triton.jit(do_not_specialize=["steps", "chunks", "span", "batches"])
 def reverse(
-    x, delta, A, B, C, D, z, delta_bias, initial_state, fine, carries, cuts, poison, dy, dfinal_state,
+    x, delta, A, B, C, D, z, delta_bias, initial_state, states, fine, after, carries, cuts, poison, dy, dfinal_state,
     steps, chunks, span, batches,
-    dx, ddelta, dz, dinitial_state, dA, dB, dC, dD, dbias, parts,
+    dx, ddelta, dz, dinitial_state, dA, dB, dC, dD, dbias, blocks_sums,
     CHANNELS: tl.constexpr, STATES: tl.constexpr, GROUPS: tl.constexpr, GB: tl.constexpr, GC: tl.constexpr,
-    BD: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr,
+    BD: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr, KEPT: tl.constexpr, SEGMENT: tl.constexpr,
+    SOFTPLUS: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr, PACKED: tl.constexpr, HAS_FINE: tl.constexpr, SHARED: tl.constexpr,
     NEED_X: tl.constexpr, NEED_DELTA: tl.constexpr, NEED_A: tl.constexpr, NEED_B: tl.constexpr, NEED_C: tl.constexpr,
     NEED_D: tl.constexpr, NEED_Z: tl.constexpr, NEED_BIAS: tl.constexpr, NEED_INITIAL: tl.constexpr,
@@ -119,140 +153,206 @@ def reverse(
 
     dx, ddelta, dz: b t d. dinitial_state: b d n, or s d n. Partial sums: dA, and dB and dC where they are constant in
     time, chunks d n, dD and dbias chunks d over the steps of a chunk. Else dB and dC over the channels of a block are left
-    in `parts`.
+    in `blocks_sums`.
+
+    The second sweep is for chunks that the first left with a NaN, since a decay was beyond all numbers. What the first needed is
+    written over by then: it finds the state before each step anew, from the one that was kept for its segment.
     """
     wide: tl.constexpr = fine.dtype.element_ty
-    block, group, channel, ours, index = own(CHANNELS, GROUPS, BD)
-    sequence, batch, begin, end, opens, closes = chunk_of(cuts, index, steps, chunks, span, PACKED)
-    state, lane = first_states(BN, R), tl.arange(0, BD)[None, :]
-    bias = load_vector(delta_bias, channel, ours, wide, HAS_BIAS)
-    skip = load_vector(D, channel, ours, wide, HAS_D)
-    decay = load_decay(A, channel, ours, wide, STATES, BN, R)
-    constant_B = load_matrix(B, channel, ours, wide, GB == 0, STATES, BN, R)
-    constant_C = load_matrix(C, channel, ours, wide, GC == 0, STATES, BN, R)
+    LANES: tl.constexpr = BN // R
+    SCATTER: tl.constexpr = LANES > 1 and R > 1  # dx and ddelta leave in parts, one for each lane that shares a channel's states
+    block, group, channel, ours, index = tiles.own(CHANNELS, GROUPS, BD)
+    sequence, batch, begin, end, opens, closes = tiles.chunk_of(cuts, index, steps, chunks, span, PACKED)
+    state, lane = tiles.first_states(BN, R), tl.arange(0, BD)[None, :]
+    bias = tiles.load_vector(delta_bias, channel, ours, wide, HAS_BIAS)
+    skip = tiles.load_vector(D, channel, ours, wide, HAS_D)
+    decay = tiles.load_decay(A, channel, ours, wide, STATES, BN, R)
+    constant_B = tiles.load_matrix(B, channel, ours, wide, GB == 0, STATES, BN, R)
+    constant_C = tiles.load_matrix(C, channel, ours, wide, GC == 0, STATES, BN, R)
     chunk = index.to(tl.int64)
     if closes:
-        carry = load_state(dfinal_state, sequence, channel, ours, wide, True, CHANNELS, STATES, BN, R)
+        last_carry = tiles.load_state(dfinal_state, sequence, channel, ours, wide, True, CHANNELS, STATES, BN, R)
     else:
-        carry = load_states(carries, chunk, channel, where_true(channel, ours, begin < end, CHANNELS), CHANNELS, STATES, BN, R)
+        there = tiles.where_true(channel, ours, begin < end, CHANNELS)
+        last_carry = tiles.load_states(carries, chunk, channel, there, CHANNELS, STATES, BN, R)
     if PACKED:
-        carry = shift(carry, tl.load(poison))
-    sum_A, sum_B, sum_C = zeros(BD, wide, BN, R), zeros(BD, wide, BN, R), zeros(BD, wide, BN, R)
-    sum_D, sum_bias = tl.zeros((BD,), wide), tl.zeros((BD,), wide)
-    tiles = tl.cdiv(end - begin, TILE)
-    for k in tl.range(0, tiles, num_stages=3):
-        first = begin + (tiles - 1 - k) * TILE
-        row = batch * steps + first
-        inside = (first + tl.arange(0, TILE) < end)[:, None] & ours[None, :]
-        xs = load_channels(x, row, channel, inside, wide, CHANNELS, TILE)
-        dts, slopes = step_sizes(load_channels(delta, row, channel, inside, wide, CHANNELS, TILE), bias[None, :], inside, SOFTPLUS)
-        dps = load_channels(dy, row, channel, inside, wide, CHANNELS, TILE)
-        if HAS_Z:
-            zs = load_channels(z, row, channel, inside, wide, CHANNELS, TILE)
-            sig = sigmoid(zs)
-            if NEED_Z:
-                gate_slope = rows(dps * sig * (1.0 + zs * (1.0 - sig)), TILE, BD)
-            dps *= zs * sig
-        xt, dt, slope, dp = rows(xs, TILE, BD), rows(dts, TILE, BD), rows(slopes, TILE, BD), rows(dps, TILE, BD)
-        Bt = load_projection(B, constant_B, row, end - first, group, wide, GB, STATES, BN, R, TILE)
-        Ct = load_projection(C, constant_C, row, end - first, group, wide, GC, STATES, BN, R, TILE)
-        place = at_tile(block, batch, batches, first, steps, TILE, STATES, BD)
-        known = ours
-        if PACKED:
-            known = where_true(channel, ours, (k < tiles - 1) | (opens == 0), CHANNELS)
-        if HAS_FINE:
-            start = ()
-            for r in tl.static_range(R):
-                start = start + (tl.load(fine + place + (state + r) * BD + lane, mask=(state + r < STATES) & known[None, :], other=0.0),)
-            if PACKED:
-                if (k == tiles - 1) & opens:
-                    start = load_state(initial_state, sequence, channel, ours, wide, HAS_INITIAL, CHANNELS, STATES, BN, R)
-                start = shift(start, tl.load(poison))
-        else:
-            start = load_state(initial_state, sequence, channel, ours, wide, HAS_INITIAL, CHANNELS, STATES, BN, R)
-        if SHARED:
-            tl.debug_barrier()  # `parts` can be `fine`: no warp writes there before all have read
-        h = (start,)
-        for i in tl.static_range(TILE):
-            h = h + (advance(h[i], decay, dt[i], dt[i] * xt[i], Bt[i]),)
-        for i in tl.static_range(TILE - 1, -1, -1):
-            at = (row + i) * CHANNELS + channel
-            here = where_true(channel, ours, first + i < end, CHANNELS)
-            steady = dt[i][None, :]
-            carried, sums_A, sums_B, sums_C, each = (), (), (), (), ()
-            of_u = tl.zeros((BN // R, BD), wide)
-            of_decay = tl.zeros((BN // R, BD), wide)
-            for r in tl.static_range(R):
-                a = grow(steady * decay[r])
-                g = dp[i][None, :] * Ct[i][r] + carry[r]
-                carried = carried + (a * g,)
-                from_decay = g * (a * h[i][r])  # and not carried h: that were NaN where the decay is beyond all numbers and h zero
-                of_u += g * Bt[i][r]
-                of_decay += decay[r] * from_decay
-                sums_A = sums_A + (sum_A[r] + steady * from_decay,)
-                if NEED_B:
-                    of_B = product(g, (dt[i] * xt[i])[None, :])
-                    if GB == 0:
-                        sums_B = sums_B + (sum_B[r] + of_B,)
+        last_carry = tiles.shift(last_carry, tl.load(poison))
+    if HAS_FINE:
+        last_state = tiles.load_states(after, chunk, channel, ours, CHANNELS, STATES, BN, R)
+    else:
+        last_state = tiles.zeros(BD, wide, BN, R)
+    if SCATTER:
+        CUTS: tl.constexpr = LANES // 2  # of dx and of ddelta
+        part_of = tl.arange(0, LANES)[:, None]
+        offset = tiles.apart(part_of % CUTS * (BD // CUTS) + tl.arange(0, BD // CUTS)[None, :])
+        part, part_ours = tiles.owned(block, offset, CHANNELS, GROUPS, BD)
+        part_x, part_delta = part_ours & (part_of < CUTS), part_ours & (part_of >= CUTS)
+    first_lane = tl.where(state == 0, 1.0, 0.0).to(wide)  # what is to be added once, and not in each lane
+    carry, sum_A, sum_B, sum_C = last_carry, tiles.zeros(BD, wide, BN, R), tiles.zeros(BD, wide, BN, R), tiles.zeros(BD, wide, BN, R)
+    sum_D, sum_bias = tl.zeros((BD,), wide), tl.zeros((LANES, BD), wide)
+    behind, wrong = last_state, True
+    for CAREFUL in tl.static_range(2):
+        if wrong:
+            AT_ONCE: tl.constexpr = 1 if CAREFUL else TILE
+            KNOWN: tl.constexpr = HAS_FINE and not CAREFUL  # the states before and behind each tile
+            carry, sum_A, sum_B, sum_C = last_carry, tiles.zeros(BD, wide, BN, R), tiles.zeros(BD, wide, BN, R), tiles.zeros(BD, wide, BN, R)
+            sum_D, sum_bias = tl.zeros((BD,), wide), tl.zeros((LANES, BD), wide)
+            behind = last_state
+            count = tl.cdiv(end - begin, AT_ONCE)
+            for k in tl.range(0, count, num_stages=3):
+                start = (count - 1 - k) * AT_ONCE
+                first, left = begin + start, end - begin - start
+                row = batch * steps + first
+                x_rows = tiles.load_rows(x, row, left, channel, ours, CHANNELS, AT_ONCE)
+                dt, slope = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE)
+                dy_rows = tiles.load_rows(dy, row, left, channel, ours, CHANNELS, AT_ONCE)
+                if HAS_Z:
+                    gate, gate_slope = tiles.load_gate(z, row, left, channel, ours, wide, CHANNELS, AT_ONCE)
+                Bt = tiles.load_projection(B, constant_B, row, left, group, wide, GB, STATES, BN, R, AT_ONCE)
+                Ct = tiles.load_projection(C, constant_C, row, left, group, wide, GC, STATES, BN, R, AT_ONCE)
+                place = tiles.at_tile(block, batch, batches, first, steps, TILE, STATES, BD)
+                if KNOWN:
+                    known = ours
+                    if PACKED:
+                        known = tiles.where_true(channel, ours, (k < count - 1) | (opens == 0), CHANNELS)
+                    before = ()
+                    for r in tl.static_range(R):
+                        before = before + (tl.load(fine + place + (state + r) * BD + lane, mask=(state + r < STATES) & known[None, :], other=0.0),)
+                    if PACKED:
+                        if (k == count - 1) & opens:
+                            before = tiles.load_state(initial_state, sequence, channel, ours, wide, HAS_INITIAL, CHANNELS, STATES, BN, R)
+                        before = tiles.shift(before, tl.load(poison))
+                    if SHARED:
+                        tl.debug_barrier()  # `blocks_sums` can be `fine`: no warp writes there before all have read
+                else:
+                    origin = begin + start // SEGMENT * SEGMENT
+                    before = load_kept(
+                        states, initial_state, sequence, batch, begin, origin, steps, opens, channel, ours, wide, HAS_INITIAL, SEGMENT,
+                        CHANNELS, STATES, BN, R,
+                    )  # fmt: skip
+                    if PACKED:
+                        before = tiles.shift(before, tl.load(poison))
+                    for step in range(origin, first):
+                        at = batch * steps + step
+                        ahead, ignored = tiles.load_steps(delta, bias, at, 1, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, 1)
+                        input = tiles.load_rows(x, at, 1, channel, ours, CHANNELS, 1)[0].to(wide)
+                        Bs = tiles.load_projection(B, constant_B, at, 1, group, wide, GB, STATES, BN, R, 1)
+                        before = tiles.advance(before, decay, ahead[0], ahead[0] * input, Bs[0], True)
+                h, kept = (before,), ()
+                for i in tl.static_range(AT_ONCE):
+                    u, now, powers = dt[i] * x_rows[i].to(wide), (), ()
+                    for r in tl.static_range(R):
+                        a = tiles.growth(dt[i][None, :] * decay[r], CAREFUL)
+                        powers = powers + (a,)
+                        if KNOWN and i == AT_ONCE - 1:
+                            now = now + (behind[r],)
+                        else:
+                            now = now + (a * h[i][r] + u[None, :] * Bt[i][r],)
+                    h, kept = h + (now,), kept + (powers,)
+                nothing = tl.cast(k, wide) * 0.0  # which the compiler doesn't know: else it kept all powers, in memory
+                for i in tl.static_range(AT_ONCE - 1, -1, -1):
+                    xs, dp = x_rows[i].to(wide), dy_rows[i].to(wide)
+                    if HAS_Z:
+                        d_gated = dp
+                        dp *= gate[i]
+                    u, steady = dt[i] * xs, dt[i][None, :]
+                    here = tiles.where_true(channel, ours, i < left, CHANNELS)
+                    carried, sums_A, sums_B, sums_C, each = (), (), (), (), ()
+                    of_u = tl.zeros((LANES, BD), wide)
+                    of_decay = tl.zeros((LANES, BD), wide)
+                    for r in tl.static_range(R):
+                        if i >= AT_ONCE - KEPT:
+                            a = kept[i][r]
+                        else:
+                            a = tiles.growth(steady * decay[r] + nothing, CAREFUL)
+                        g = dp[None, :] * Ct[i][r] + carry[r]
+                        carried = carried + (a * g,)
+                        if CAREFUL:
+                            from_decay = g * (a * h[i][r])  # a g can be beyond all numbers, and h zero
+                        else:
+                            from_decay = carried[r] * h[i][r]
+                        of_u += g * Bt[i][r]
+                        of_decay += decay[r] * from_decay
+                        sums_A = sums_A + (sum_A[r] + steady * from_decay,)
+                        if NEED_B:
+                            of_B = g * u[None, :]
+                            if GB == 0:
+                                sums_B = sums_B + (sum_B[r] + of_B,)
+                            else:
+                                each = each + (of_B,)
+                    for r in tl.static_range(R):
+                        if NEED_C:
+                            of_C = dp[None, :] * h[i + 1][r]
+                            if GC == 0:
+                                sums_C = sums_C + (sum_C[r] + of_C,)
+                            else:
+                                each = each + (of_C,)
+                    if len(each) > 0:
+                        entry = tiles.apart(tl.arange(0, len(each)))[None, :] + (0 if NEED_B and GB > 0 else R)  # below R of B, from there on of C
+                        of = state + entry % R
+                        if PACKED or CAREFUL:  # where a tile can begin anywhere
+                            here_in = tiles.at_tile(block, batch, batches, first + i, steps, TILE, STATES, BD) + (first + i) % TILE * STATES
+                        else:
+                            here_in = place + i * STATES
+                        at_part = blocks_sums + here_in + of + entry // R * (TILE * STATES)
+                        tl.store(at_part, sum_each(each), mask=of < tl.where(i < left, STATES, 0))
+                    carry, sum_A = carried, sums_A
+                    if NEED_B and GB == 0:
+                        sum_B = sums_B
+                    if NEED_C and GC == 0:
+                        sum_C = sums_C
+                    at = (row + i) * CHANNELS
+                    grad_x = steady * of_u
+                    grad_delta = (xs[None, :] * of_u + of_decay * LN2) * slope[i][None, :]
+                    if HAS_D:
+                        grad_x += first_lane * (skip * dp)[None, :]
+                    if SCATTER:
+                        if NEED_X or NEED_DELTA:
+                            pieces = parts(grad_x, CUTS) + parts(grad_delta, CUTS)
+                            turned = ()
+                            for p in tl.static_range(LANES):
+                                turned = turned + (tl.trans(pieces[p]),)
+                            grads = tl.trans(sum_each(turned))
+                            if NEED_X:
+                                tl.store(dx + at + part, grads.to(dx.dtype.element_ty), mask=tiles.where_true(part, part_x, i < left, CHANNELS))
+                            if NEED_DELTA:
+                                inside = tiles.where_true(part, part_delta, i < left, CHANNELS)
+                                tl.store(ddelta + at + part, grads.to(ddelta.dtype.element_ty), mask=inside)
                     else:
-                        each = each + (of_B,)
-            for r in tl.static_range(R):
-                if NEED_C:
-                    of_C = product(dp[i][None, :], h[i + 1][r])
-                    if GC == 0:
-                        sums_C = sums_C + (sum_C[r] + of_C,)
-                    else:
-                        each = each + (of_C,)
-            if len(each) > 0:
-                column = tl.arange(0, len(each))[None, :] + (0 if NEED_B and GB > 0 else R)  # below R of B, from there on of C
-                of = state + column % R
-                here_in = place + i * STATES
-                if PACKED:  # where a tile can begin anywhere
-                    here_in = at_tile(block, batch, batches, first + i, steps, TILE, STATES, BD) + (first + i) % TILE * STATES
-                at_part = parts + here_in + of + column // R * (TILE * STATES)
-                tl.store(at_part, sum_each(each), mask=of < tl.where(first + i < end, STATES, 0))
-            carry, sum_A = carried, sums_A
-            if NEED_B and GB == 0:
-                sum_B = sums_B
-            if NEED_C and GC == 0:
-                sum_C = sums_C
-            du = tl.sum(of_u, axis=0)
-            if NEED_X:
-                grad = dt[i] * du
-                if HAS_D:
-                    grad += skip * dp[i]
-                tl.store(dx + at, grad.to(dx.dtype.element_ty), mask=here)
-            if NEED_DELTA or NEED_BIAS:
-                grad = (xt[i] * du + tl.sum(of_decay, axis=0) * LN2) * slope[i]
-                if NEED_DELTA:
-                    tl.store(ddelta + at, grad.to(ddelta.dtype.element_ty), mask=here)
-                if NEED_BIAS:
-                    sum_bias += grad
-            if NEED_D:
-                sum_D += dp[i] * xt[i]
-            if NEED_Z:
-                ungated = dot(h[i + 1], Ct[i])
-                if HAS_D:
-                    ungated += skip * xt[i]
-                tl.store(dz + at, (gate_slope[i] * ungated).to(dz.dtype.element_ty), mask=here)
+                        if NEED_X:
+                            tl.store(dx + at + channel, tl.sum(grad_x, axis=0).to(dx.dtype.element_ty), mask=here)
+                        if NEED_DELTA:
+                            tl.store(ddelta + at + channel, tl.sum(grad_delta, axis=0).to(ddelta.dtype.element_ty), mask=here)
+                    if NEED_BIAS:
+                        sum_bias += tl.where(here[None, :], grad_delta, 0.0)
+                    if NEED_D:
+                        sum_D += dp * xs
+                    if NEED_Z:
+                        ungated = tiles.dot(h[i + 1], Ct[i])
+                        if HAS_D:
+                            ungated += skip * xs
+                        tl.store(dz + at + channel, (d_gated * gate_slope[i] * ungated).to(dz.dtype.element_ty), mask=here)
+                if KNOWN:
+                    behind = before
+            wrong = tiles.undefined(carry) | tiles.undefined(sum_A)
     if NEED_A:
-        store_state(dA, chunk, channel, ours, sum_A, CHANNELS, STATES, BN, R)
+        tiles.store_state(dA, chunk, channel, ours, sum_A, CHANNELS, STATES, BN, R)
     if NEED_B and GB == 0:
-        store_state(dB, chunk, channel, ours, sum_B, CHANNELS, STATES, BN, R)
+        tiles.store_state(dB, chunk, channel, ours, sum_B, CHANNELS, STATES, BN, R)
     if NEED_C and GC == 0:
-        store_state(dC, chunk, channel, ours, sum_C, CHANNELS, STATES, BN, R)
+        tiles.store_state(dC, chunk, channel, ours, sum_C, CHANNELS, STATES, BN, R)
     if NEED_D:
         tl.store(dD + chunk * CHANNELS + channel, sum_D, mask=ours)
     if NEED_BIAS:
-        tl.store(dbias + chunk * CHANNELS + channel, sum_bias, mask=ours)
+        tl.store(dbias + chunk * CHANNELS + channel, tl.sum(sum_bias, axis=0), mask=ours)
     if NEED_INITIAL:
         if opens:
-            store_state(dinitial_state, sequence, channel, ours, carry, CHANNELS, STATES, BN, R)
+            tiles.store_state(dinitial_state, sequence, channel, ours, carry, CHANNELS, STATES, BN, R)
 
 
 @triton.jit(do_not_specialize=["steps", "batches"])
 def sum_blocks(
-    parts,
+    blocks_sums,
     steps, batches,
     total,
     CHANNELS: tl.constexpr, STATES: tl.constexpr, GROUPS: tl.constexpr, BD: tl.constexpr, TILE: tl.constexpr, G: tl.constexpr,
@@ -266,8 +366,8 @@ def sum_blocks(
     batch, step = row // steps, row % steps
     here = batch < batches
     at = step % TILE * STATES + state + (TILE * STATES if SECOND else 0)
-    acc = tl.zeros((BLOCK,), parts.dtype.element_ty)
+    acc = tl.zeros((BLOCK,), blocks_sums.dtype.element_ty)
     for k in range(count):
         block = group * count + k
-        acc += tl.load(parts + at_tile(block, batch, batches, step, steps, TILE, STATES, BD) + at, mask=here, other=0.0)
+        acc += tl.load(blocks_sums + tiles.at_tile(block, batch, batches, step, steps, TILE, STATES, BD) + at, mask=here, other=0.0)
     tl.store(total + i, acc.to(total.dtype.element_ty), mask=here)

@@ -3,11 +3,7 @@
 import triton
 import triton.language as tl
 
-from bridge.language import rows, sigmoid
-from bridge.ops.selective_scan.tiles import (
-    CUT, advance, chunk_of, chunks_of, dot, load_channels, load_decay, load_matrix, load_projection, load_state, load_states, load_vector,
-    own, shift, step_sizes, store_state, store_states, where_true, zeros,
-)  # fmt: skip
+from bridge.ops.selective_scan import tiles
 
 
 @triton.jit(do_not_specialize=["sequences", "steps", "chunks", "span"])
@@ -50,7 +46,7 @@ def cut_sequences(
         tl.store(poison, tl.where(valid, 0.0, float("nan")))
     for start in range(first, last, BLOCK):
         chunk = start + lane
-        at, here = cuts + chunk.to(tl.int64) * CUT, chunk < last
+        at, here = cuts + chunk.to(tl.int64) * tiles.CUT, chunk < last
         low = tl.minimum(begin + (chunk - first) * span, end)
         tl.store(at, lane * 0 + sequence, mask=here)
         tl.store(at + 1, low, mask=here)
@@ -69,28 +65,29 @@ def chunk_ends(
 ):  # fmt: skip
     """For each chunk that another follows: the state at its end from a zero start (chunks n d), and its sum of dt (chunks d)."""
     wide: tl.constexpr = ends.dtype.element_ty
-    block, group, channel, ours, index = own(CHANNELS, GROUPS, BD)
-    sequence, batch, begin, end, opens, closes = chunk_of(cuts, index, steps, chunks, span, PACKED)
+    block, group, channel, ours, index = tiles.own(CHANNELS, GROUPS, BD)
+    sequence, batch, begin, end, opens, closes = tiles.chunk_of(cuts, index, steps, chunks, span, PACKED)
     if closes:
         end = begin
-    bias = load_vector(delta_bias, channel, ours, wide, HAS_BIAS)
-    decay = load_decay(A, channel, ours, wide, STATES, BN, R)
-    constant = load_matrix(B, channel, ours, wide, GB == 0, STATES, BN, R)
-    h = zeros(BD, wide, BN, R)
-    total = tl.zeros((BD,), wide)
-    for start in tl.range(0, end - begin, TILE, num_stages=3):
-        first = begin + start
-        row = batch * steps + first
-        inside = (first + tl.arange(0, TILE) < end)[:, None] & ours[None, :]
-        xs = load_channels(x, row, channel, inside, wide, CHANNELS, TILE)
-        dts, slope = step_sizes(load_channels(delta, row, channel, inside, wide, CHANNELS, TILE), bias[None, :], inside, SOFTPLUS)
-        dt, u = rows(dts, TILE, BD), rows(dts * xs, TILE, BD)
-        Bt = load_projection(B, constant, row, end - first, group, wide, GB, STATES, BN, R, TILE)
-        for i in tl.static_range(TILE):
-            h = advance(h, decay, dt[i], u[i], Bt[i])
-            total += dt[i]
+    bias = tiles.load_vector(delta_bias, channel, ours, wide, HAS_BIAS)
+    decay = tiles.load_decay(A, channel, ours, wide, STATES, BN, R)
+    constant = tiles.load_matrix(B, channel, ours, wide, GB == 0, STATES, BN, R)
+    h, total, wrong = tiles.zeros(BD, wide, BN, R), tl.zeros((BD,), wide), True
+    for CAREFUL in tl.static_range(2):
+        if wrong:
+            AT_ONCE: tl.constexpr = 1 if CAREFUL else TILE
+            h, total = tiles.zeros(BD, wide, BN, R), tl.zeros((BD,), wide)
+            for start in tl.range(0, end - begin, AT_ONCE, num_stages=3):
+                row, left = batch * steps + begin + start, end - begin - start
+                x_rows = tiles.load_rows(x, row, left, channel, ours, CHANNELS, AT_ONCE)
+                dt, slope = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE)
+                Bt = tiles.load_projection(B, constant, row, left, group, wide, GB, STATES, BN, R, AT_ONCE)
+                for i in tl.static_range(AT_ONCE):
+                    h = tiles.advance(h, decay, dt[i], dt[i] * x_rows[i].to(wide), Bt[i], CAREFUL)
+                    total += dt[i]
+            wrong = tiles.undefined(h)
     index = index.to(tl.int64)
-    store_states(ends, index, channel, ours, h, CHANNELS, STATES, BN, R)
+    tiles.store_states(ends, index, channel, ours, h, CHANNELS, STATES, BN, R)
     tl.store(elapsed + index * CHANNELS + channel, total, mask=ours)
 
 
@@ -104,15 +101,16 @@ def chunk_starts(
 ):  # fmt: skip
     """The state at the start of each chunk (chunks n d) but the first of its sequence."""
     wide: tl.constexpr = starts.dtype.element_ty
-    block, group, channel, ours, sequence = own(CHANNELS, GROUPS, BD)
-    first, last = chunks_of(offsets, sequence, chunks, PACKED)
-    decay = load_decay(A, channel, ours, wide, STATES, BN, R)
-    h = load_state(initial_state, sequence.to(tl.int64), channel, ours, wide, HAS_INITIAL, CHANNELS, STATES, BN, R)
+    block, group, channel, ours, sequence = tiles.own(CHANNELS, GROUPS, BD)
+    first, last = tiles.chunks_of(offsets, sequence, chunks, PACKED)
+    decay = tiles.load_decay(A, channel, ours, wide, STATES, BN, R)
+    h = tiles.load_state(initial_state, sequence.to(tl.int64), channel, ours, wide, HAS_INITIAL, CHANNELS, STATES, BN, R)
     for chunk in range(first, last - 1):
         index = tl.cast(chunk, tl.int64)
         dt = tl.load(elapsed + index * CHANNELS + channel, mask=ours, other=0.0)
-        h = advance(h, decay, dt, tl.full((BD,), 1.0, wide), load_states(ends, index, channel, ours, CHANNELS, STATES, BN, R))
-        store_states(starts, index + 1, channel, ours, h, CHANNELS, STATES, BN, R)
+        added = tiles.load_states(ends, index, channel, ours, CHANNELS, STATES, BN, R)
+        h = tiles.advance(h, decay, dt, tl.full((BD,), 1.0, wide), added, True)
+        tiles.store_states(starts, index + 1, channel, ours, h, CHANNELS, STATES, BN, R)
 
 
 @triton.jit(do_not_specialize=["steps", "chunks", "span"])
@@ -124,49 +122,57 @@ def scan(
     BD: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_D: tl.constexpr, HAS_Z: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_INITIAL: tl.constexpr, PACKED: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """y (b t d), final_state (b d n, or s d n) and the states to keep (b ceil(t/SEGMENT) n d; none for SEGMENT = 0)."""
+    """y (b t d), final_state (b d n, or s d n) and the states to keep (b ceil(t/SEGMENT) n d; none for SEGMENT = 0).
+
+    The second sweep is for chunks that the first left with a NaN, since a decay was beyond all numbers.
+    """
     wide: tl.constexpr = final_state.dtype.element_ty
-    block, group, channel, ours, index = own(CHANNELS, GROUPS, BD)
-    sequence, batch, begin, end, opens, closes = chunk_of(cuts, index, steps, chunks, span, PACKED)
-    bias = load_vector(delta_bias, channel, ours, wide, HAS_BIAS)
-    skip = load_vector(D, channel, ours, wide, HAS_D)
-    decay = load_decay(A, channel, ours, wide, STATES, BN, R)
-    constant_B = load_matrix(B, channel, ours, wide, GB == 0, STATES, BN, R)
-    constant_C = load_matrix(C, channel, ours, wide, GC == 0, STATES, BN, R)
+    block, group, channel, ours, index = tiles.own(CHANNELS, GROUPS, BD)
+    sequence, batch, begin, end, opens, closes = tiles.chunk_of(cuts, index, steps, chunks, span, PACKED)
+    bias = tiles.load_vector(delta_bias, channel, ours, wide, HAS_BIAS)
+    skip = tiles.load_vector(D, channel, ours, wide, HAS_D)
+    decay = tiles.load_decay(A, channel, ours, wide, STATES, BN, R)
+    constant_B = tiles.load_matrix(B, channel, ours, wide, GB == 0, STATES, BN, R)
+    constant_C = tiles.load_matrix(C, channel, ours, wide, GC == 0, STATES, BN, R)
     if opens:
-        h = load_state(initial_state, sequence, channel, ours, wide, HAS_INITIAL, CHANNELS, STATES, BN, R)
+        initial = tiles.load_state(initial_state, sequence, channel, ours, wide, HAS_INITIAL, CHANNELS, STATES, BN, R)
     else:
-        there = where_true(channel, ours, begin < end, CHANNELS)
-        h = load_states(starts, index.to(tl.int64), channel, there, CHANNELS, STATES, BN, R)
+        there = tiles.where_true(channel, ours, begin < end, CHANNELS)
+        initial = tiles.load_states(starts, index.to(tl.int64), channel, there, CHANNELS, STATES, BN, R)
     if PACKED:
-        h = shift(h, tl.load(poison))
-    for start in tl.range(0, end - begin, TILE, num_stages=3):
-        first = begin + start
-        row = batch * steps + first
-        if SEGMENT:
-            # Where sequences are packed, the first segments of several could have one place: those are initial states anyway.
-            keep = (start % SEGMENT == 0) & ((start > 0) | ((opens == 0) | (not PACKED)))
-            kept = where_true(channel, ours, keep, CHANNELS)  # a mask and no branch, which the loop's pipeline would pay for
-            store_states(states, batch * tl.cdiv(steps, SEGMENT) + first // SEGMENT, channel, kept, h, CHANNELS, STATES, BN, R)
-        inside = (first + tl.arange(0, TILE) < end)[:, None] & ours[None, :]
-        xs = load_channels(x, row, channel, inside, wide, CHANNELS, TILE)
-        dts, slope = step_sizes(load_channels(delta, row, channel, inside, wide, CHANNELS, TILE), bias[None, :], inside, SOFTPLUS)
-        dt, u = rows(dts, TILE, BD), rows(dts * xs, TILE, BD)
-        Bt = load_projection(B, constant_B, row, end - first, group, wide, GB, STATES, BN, R, TILE)
-        Ct = load_projection(C, constant_C, row, end - first, group, wide, GC, STATES, BN, R, TILE)
-        if HAS_D:
-            through = rows(skip[None, :] * xs, TILE, BD)
-        if HAS_Z:
-            zs = load_channels(z, row, channel, inside, wide, CHANNELS, TILE)
-            gate = rows(zs * sigmoid(zs), TILE, BD)
-        for i in tl.static_range(TILE):
-            h = advance(h, decay, dt[i], u[i], Bt[i])
-            out = dot(h, Ct[i])
-            if HAS_D:
-                out += through[i]
-            if HAS_Z:
-                out *= gate[i]
-            here = where_true(channel, ours, first + i < end, CHANNELS)
-            tl.store(y + (row + i) * CHANNELS + channel, out.to(y.dtype.element_ty), mask=here)
+        initial = tiles.shift(initial, tl.load(poison))
+    each = tiles.apart(channel)[None, :] + tl.zeros((BN // R, 1), tl.int32)
+    writes = (tl.arange(0, BN // R)[:, None] == 0) & ours[None, :]  # of the lanes that have y, the first
+    h, wrong = initial, True
+    for CAREFUL in tl.static_range(2):
+        if wrong:
+            AT_ONCE: tl.constexpr = 1 if CAREFUL else TILE
+            h = initial
+            for start in tl.range(0, end - begin, AT_ONCE, num_stages=3):
+                first, left = begin + start, end - begin - start
+                row = batch * steps + first
+                if SEGMENT:
+                    # Where sequences are packed, the first segments of several could have one place: those are initial states anyway.
+                    keep = (start % SEGMENT == 0) & ((start > 0) | ((opens == 0) | (not PACKED)))
+                    kept = tiles.where_true(channel, ours, keep, CHANNELS)  # a mask and no branch, which the loop's pipeline would pay for
+                    tiles.store_states(states, batch * tl.cdiv(steps, SEGMENT) + first // SEGMENT, channel, kept, h, CHANNELS, STATES, BN, R)
+                x_rows = tiles.load_rows(x, row, left, channel, ours, CHANNELS, AT_ONCE)
+                dt, slope = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE)
+                Bt = tiles.load_projection(B, constant_B, row, left, group, wide, GB, STATES, BN, R, AT_ONCE)
+                Ct = tiles.load_projection(C, constant_C, row, left, group, wide, GC, STATES, BN, R, AT_ONCE)
+                if HAS_Z:
+                    gate, gate_slope = tiles.load_gate(z, row, left, channel, ours, wide, CHANNELS, AT_ONCE)
+                at = y + row * CHANNELS + each
+                for i in tl.static_range(AT_ONCE):
+                    xs = x_rows[i].to(wide)
+                    h = tiles.advance(h, decay, dt[i], dt[i] * xs, Bt[i], CAREFUL)
+                    out = tiles.dot(h, Ct[i])
+                    if HAS_D:
+                        out += skip * xs
+                    if HAS_Z:
+                        out *= gate[i]
+                    out = tl.broadcast_to(out[None, :], (BN // R, BD))
+                    tl.store(at + i * CHANNELS, out.to(y.dtype.element_ty), mask=tiles.where_true(each, writes, i < left, CHANNELS))
+            wrong = tiles.undefined(h)
     if closes:
-        store_state(final_state, sequence, channel, ours, h, CHANNELS, STATES, BN, R)
+        tiles.store_state(final_state, sequence, channel, ours, h, CHANNELS, STATES, BN, R)

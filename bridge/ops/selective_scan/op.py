@@ -41,6 +41,7 @@ SIGNATURE = """
 
 TILE = 8  # steps that are read, and taken backwards, together: their states fit the registers
 AHEAD = 16  # steps that are read together going forward
+KEPT = 2  # of them, the last: their powers are kept from finding the states to going back
 LANE = 8  # states of a channel in one lane's registers
 # One-warp programs that fill a large GPU, and how many to aim at where time is cut; of the forward and of the backward pass,
 # whose programs hold more registers.
@@ -202,7 +203,7 @@ class Passes:
     def reverse(self, needs: tuple[str, ...], recomputed: bool = False) -> list[Launch]:
         """The backward sweep and the sums of what leaves it in parts."""
         # Tiles of packed sequences begin anywhere, and the sums of one could hit the states of another.
-        over = {"parts": "fine"} if recomputed and self.layout.packed is None else None
+        over = {"blocks_sums": "fine"} if recomputed and self.layout.packed is None else None
         k, call = self.layout, self.call
         gradients = {f"d{name}": call.array(name) for name in needs}
         # Gradients that are summed over programs leave the sweep as partial sums: those over time one by one,
@@ -224,9 +225,10 @@ class Passes:
                 outputs[name] = gradients[name]
         sweep = self.launch(
             backwards.reverse, k.chunks,
-            "x delta A B C D z delta_bias initial_state fine carries cuts poison dy dfinal_state", (*k.cut, k.b),
-            {**outputs, "parts": self.workspace() if over_channels else self.array(1)},
-            ("SOFTPLUS", "GB", "GC", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED"), TILE=TILE, R=k.reverse_lane, HAS_FINE=recomputed, SHARED=k.num_warps > 1,
+            "x delta A B C D z delta_bias initial_state states fine after carries cuts poison dy dfinal_state", (*k.cut, k.b),
+            {**outputs, "blocks_sums": self.workspace() if over_channels else self.array(1)},
+            ("SOFTPLUS", "GB", "GC", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED"), TILE=TILE, R=k.reverse_lane, KEPT=KEPT,
+            SEGMENT=k.segment, HAS_FINE=recomputed, SHARED=k.num_warps > 1,
             over=over if over_channels else None, **{flag: name in gradients for flag, name in needed.items()},
         )  # fmt: skip
         sums = [self.sum(f"{name}_parts", k.chunks, name, gradients[name]) for name in in_time]
@@ -236,7 +238,7 @@ class Passes:
         k, block = self.layout, 128
         constants = dict(CHANNELS=k.d, STATES=k.n, GROUPS=k.groups, BD=k.channels, TILE=TILE, G=self.groups[name[1:]], SECOND=name == "dC")
         return Launch(
-            backwards.sum_blocks, cdiv(math.prod(result.shape), block), ("parts",), (k.t, k.b), {name: result},
+            backwards.sum_blocks, cdiv(math.prod(result.shape), block), ("blocks_sums",), (k.t, k.b), {name: result},
             {**constants, "BLOCK": block}, wide=self.wide,
         )  # fmt: skip
 
@@ -294,6 +296,7 @@ def backward(call: Call, needs: tuple[str, ...]) -> Plan:
             backwards.recompute, chunks, "x delta A B C z delta_bias initial_state states cuts poison dy", (*cut, k.b),
             {
                 "fine": passes.workspace(),
+                "after": passes.array(k.chunks, k.n, k.d),
                 "heads": passes.array(k.chunks, k.n, k.d) if carry else passes.array(1),
                 "elapsed": passes.array(k.chunks, k.d) if carry else passes.array(1),
             },

@@ -1,9 +1,12 @@
 """What the kernels of selective_scan share: which part of a call a program owns, and how its tiles are read.
 
-A program owns BD channels of one group with all their states, as one [BN, BD] tile h, for one chunk of time of one
-sequence. It reads TILE steps at a time and takes them one after another. Where there are fewer programs than a GPU
-wants, a sequence is cut into chunks: the end of a chunk is a linear function of its start, so a first pass finds what
-each chunk adds, a second strings them together, and the scan proper runs all chunks at once.
+A program owns BD channels of one group with all their states, for one chunk of time of one sequence. It reads TILE steps at a
+time and takes them one after another. Its states are a tuple of R tensors [BN/R, BD]: a lane of the GPU holds R neighbouring
+states of a channel, so that most of a sum over the states stays within a lane, and tensor r has state r of each lane.
+
+Where there are fewer programs than a GPU wants, a sequence is cut into chunks: the end of a chunk is a linear function of its
+start, so a first pass finds what each chunk adds, a second strings them together, and the scan proper runs all chunks at
+once.
 
 Sizes: `steps` t, CHANNELS d, STATES n, GROUPS g; GB and GC are the groups of B and of C (0 for one that is constant in
 time). Time beyond the end of a chunk has step size 0: decay 1, input 0, so that states and carries pass through
@@ -16,21 +19,30 @@ long, and `cuts` lists them (`cut_sequences` in forward.py).
 import triton
 import triton.language as tl
 
+from bridge.fast import power
 from bridge.language import LOG2E, product, rows, sigmoid, softplus
 
 CUT = tl.constexpr(5)  # numbers in a row of `cuts`
 
 
 @triton.jit
+def owned(block, offset, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, BD: tl.constexpr):
+    """The channels at some offsets in a block, and which of them there are."""
+    size: tl.constexpr = CHANNELS // GROUPS
+    blocks: tl.constexpr = (size + BD - 1) // BD
+    within = block % blocks * BD + offset
+    return block // blocks * size + within, within < size
+
+
+@triton.jit
 def own(CHANNELS: tl.constexpr, GROUPS: tl.constexpr, BD: tl.constexpr):
     """A program's block of channels, its group, the channels, which of them there are; and what else the program has to
     take: a chunk or a sequence. Neighbours share time, and so the rows of B and C."""
-    size: tl.constexpr = CHANNELS // GROUPS
-    blocks: tl.constexpr = (size + BD - 1) // BD
+    blocks: tl.constexpr = (CHANNELS // GROUPS + BD - 1) // BD
     program = tl.program_id(0)
     block = program % (GROUPS * blocks)
-    within = block % blocks * BD + tl.arange(0, BD)
-    return block, block // blocks, block // blocks * size + within, within < size, program // (GROUPS * blocks)
+    channel, ours = owned(block, tl.arange(0, BD), CHANNELS, GROUPS, BD)
+    return block, block // blocks, channel, ours, program // (GROUPS * blocks)
 
 
 @triton.jit
@@ -57,22 +69,88 @@ def chunks_of(offsets, sequence, chunks, PACKED: tl.constexpr):
 
 @triton.jit
 def where_true(channel, ours, condition, CHANNELS: tl.constexpr):
-    """`ours` where a scalar condition holds. (The interpreter has no masks of a tile and a scalar.)"""
-    return ours & (channel < tl.where(condition, CHANNELS, 0))
+    """`ours` where a scalar condition holds. (The interpreter has no masks of a tile and a scalar, and a GPU has one comparison.)"""
+    return tl.where(ours, channel, CHANNELS) < tl.where(condition, CHANNELS, 0)
 
 
 @triton.jit
-def grow(exponent):
-    """2^exponent, at most about the largest number there is: of a state that is zero it makes zero, where infinity made NaN."""
-    largest: tl.constexpr = 1023.9999999999999 if exponent.dtype == tl.float64 else 127.99999
-    return tl.exp2(tl.minimum(exponent, largest, propagate_nan=tl.PropagateNan.ALL))
+def apart(channel):
+    """The same channels, of which the compiler doesn't see that they are neighbours. Else it would exchange states between lanes
+    before each store of them, to write several channels a lane."""
+    return channel ^ (tl.program_id(0) >> 31)
 
 
 @triton.jit
-def load_channels(pointer, row, channel, inside, wide: tl.constexpr, CHANNELS: tl.constexpr, TILE: tl.constexpr):
-    """[TILE, BD] from a (b t) d array, from `row` on."""
-    at = tl.arange(0, TILE)[:, None] * CHANNELS + channel[None, :]
-    return tl.load(pointer + row * CHANNELS + at, mask=inside, other=0.0).to(wide)
+def growth(exponent, CAREFUL: tl.constexpr):
+    """2^exponent; CAREFUL: at most about the largest number there is: of a state that is zero it makes zero, where infinity made NaN."""
+    if CAREFUL:
+        largest: tl.constexpr = 1023.9999999999999 if exponent.dtype == tl.float64 else 127.99999
+        return power(tl.minimum(exponent, largest, propagate_nan=tl.PropagateNan.ALL))
+    else:
+        return power(exponent)
+
+
+@triton.jit
+def undefined(h):
+    """Whether there is a NaN in a tuple of tensors."""
+    found = h[0] != h[0]
+    for r in tl.static_range(1, len(h)):
+        found = found | (h[r] != h[r])
+    return tl.max(tl.max(found.to(tl.int32), axis=1), axis=0) > 0
+
+
+@triton.jit
+def load_tile(pointer, row, left, channel, ours, CHANNELS: tl.constexpr, TILE: tl.constexpr):
+    """[TILE, BD] from a (b t) d array, from `row` on; zeros from step `left` on."""
+    step = tl.arange(0, TILE)[:, None]
+    return tl.load(pointer + row * CHANNELS + (step * CHANNELS + channel[None, :]), mask=(step < left) & ours[None, :], other=0.0)
+
+
+@triton.jit
+def load_rows(pointer, row, left, channel, ours, CHANNELS: tl.constexpr, TILE: tl.constexpr):
+    """The same as TILE vectors [BD]."""
+    return rows(load_tile(pointer, row, left, channel, ours, CHANNELS, TILE), TILE, channel.shape[0])
+
+
+@triton.jit
+def step_sizes(delta, delta_bias, SOFTPLUS: tl.constexpr):
+    """dt from delta, and d dt / d delta."""
+    dt = delta + delta_bias
+    slope = tl.full(dt.shape, 1.0, dt.dtype)
+    if SOFTPLUS:
+        slope = sigmoid(dt)
+        dt = softplus(dt)
+    return dt, slope
+
+
+@triton.jit
+def load_steps(
+    delta, bias, row, left, channel, ours, wide: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, CHANNELS: tl.constexpr,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """dt of TILE steps, and d dt / d delta: two tuples of [BD]. dt is 0 from step `left` on."""
+    tile = load_tile(delta, row, left, channel, ours, CHANNELS, TILE)
+    BD: tl.constexpr = channel.shape[0]
+    if SOFTPLUS:  # on the tile, of which each lane has its part; several lanes hold a vector's channel
+        dt, slope = step_sizes(tile.to(wide), bias[None, :], True)
+        return rows(tl.where(tl.arange(0, TILE)[:, None] < left, dt, 0.0), TILE, BD), rows(slope, TILE, BD)
+    else:
+        loaded = rows(tile, TILE, BD)
+        dts, slopes = (), ()
+        for i in tl.static_range(TILE):
+            dt = loaded[i].to(wide)
+            if HAS_BIAS:
+                dt = tl.where(where_true(channel, ours, i < left, CHANNELS), dt + bias, 0.0)
+            dts, slopes = dts + (dt,), slopes + (tl.full((BD,), 1.0, wide),)
+        return dts, slopes
+
+
+@triton.jit
+def load_gate(z, row, left, channel, ours, wide: tl.constexpr, CHANNELS: tl.constexpr, TILE: tl.constexpr):
+    """silu(z) of TILE steps, and its derivative: two tuples of [BD]."""
+    zs = load_tile(z, row, left, channel, ours, CHANNELS, TILE).to(wide)
+    sig = sigmoid(zs)
+    return rows(zs * sig, TILE, channel.shape[0]), rows(sig * (1.0 + zs * (1.0 - sig)), TILE, channel.shape[0])
 
 
 @triton.jit
@@ -86,7 +164,7 @@ def load_vector(pointer, channel, ours, wide: tl.constexpr, PRESENT: tl.constexp
 
 @triton.jit
 def first_states(BN: tl.constexpr, R: tl.constexpr):
-    """[BN/R, 1], the first state of each lane. A lane's R states are neighbours: tensor r of a tuple holds this plus r."""
+    """[BN/R, 1], the first state of each lane."""
     return (tl.arange(0, BN // R) * R)[:, None]
 
 
@@ -152,7 +230,7 @@ def at_tile(block, batch, batches, step, steps, TILE: tl.constexpr, STATES: tl.c
 def load_states(pointer, index, channel, there, CHANNELS: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr, R: tl.constexpr):
     """R tensors [BN/R, BD]: entry `index` of an array (...) n d, for channels that are `there`."""
     state = first_states(BN, R)
-    at = (index * STATES + state) * CHANNELS + channel[None, :]
+    at = index * (STATES * CHANNELS) + state * CHANNELS + apart(channel)[None, :]
     made = ()
     for r in tl.static_range(R):
         made = made + (tl.load(pointer + at + r * CHANNELS, mask=(state + r < STATES) & there[None, :], other=0.0),)
@@ -163,7 +241,7 @@ def load_states(pointer, index, channel, there, CHANNELS: tl.constexpr, STATES: 
 def store_states(pointer, index, channel, there, h, CHANNELS: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr, R: tl.constexpr):
     """The same written."""
     state = first_states(BN, R)
-    at = (index * STATES + state) * CHANNELS + channel[None, :]
+    at = index * (STATES * CHANNELS) + state * CHANNELS + apart(channel)[None, :]
     for r in tl.static_range(R):
         tl.store(pointer + at + r * CHANNELS, h[r], mask=(state + r < STATES) & there[None, :])
 
@@ -200,11 +278,11 @@ def store_state(
 
 
 @triton.jit
-def advance(h, decay, dt, u, Bt):
+def advance(h, decay, dt, u, Bt, CAREFUL: tl.constexpr):
     """exp(dt A) h + u B. dt, u: [BD]."""
     made = ()
     for r in tl.static_range(len(h)):
-        made = made + (grow(dt[None, :] * decay[r]) * h[r] + u[None, :] * Bt[r],)
+        made = made + (growth(dt[None, :] * decay[r], CAREFUL) * h[r] + u[None, :] * Bt[r],)
     return made
 
 
@@ -225,12 +303,3 @@ def dot(h, w):
     return tl.sum(terms, axis=0)
 
 
-@triton.jit
-def step_sizes(delta, delta_bias, inside, SOFTPLUS: tl.constexpr):
-    """dt from delta, and d dt / d delta; both 0 outside the sequence."""
-    dt = delta + delta_bias
-    slope = tl.full(dt.shape, 1.0, dt.dtype)
-    if SOFTPLUS:
-        slope = sigmoid(dt)
-        dt = softplus(dt)
-    return tl.where(inside, dt, 0.0), tl.where(inside, slope, 0.0)

@@ -4,9 +4,7 @@ import triton
 import triton.language as tl
 
 from bridge.language import sigmoid
-from bridge.ops.selective_scan.tiles import (
-    dot, grow, load_decay, load_matrix, load_projection, load_state, load_vector, own, step_sizes, store_state, where_true,
-)  # fmt: skip
+from bridge.ops.selective_scan import tiles
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -24,28 +22,28 @@ def step(
     zero, where there is no such place, NaN; no state is written then.
     """
     wide: tl.constexpr = tl.float64 if DOUBLE else tl.float32
-    block, group, channel, ours, batch = own(CHANNELS, GROUPS, BD)
+    block, group, channel, ours, batch = tiles.own(CHANNELS, GROUPS, BD)
     batch = batch.to(tl.int64)
     slot, stateful = batch, ours
     if INDEXED:
         slot = tl.load(state_indices + batch).to(tl.int64)
-        stateful = where_true(channel, ours, (slot >= 0) & (slot < slots), CHANNELS)
+        stateful = tiles.where_true(channel, ours, (slot >= 0) & (slot < slots), CHANNELS)
     at = batch * CHANNELS + channel
     xs = tl.load(x + at, mask=ours, other=0.0).to(wide)
-    bias = load_vector(delta_bias, channel, ours, wide, HAS_BIAS)
-    dt, slope = step_sizes(tl.load(delta + at, mask=ours, other=0.0).to(wide), bias, ours, SOFTPLUS)
-    decay = load_decay(A, channel, ours, wide, STATES, BN, 1)[0]
-    Bt = load_projection(B, load_matrix(B, channel, ours, wide, GB == 0, STATES, BN, 1), batch, 1, group, wide, GB, STATES, BN, 1, 1)
-    Ct = load_projection(C, load_matrix(C, channel, ours, wide, GC == 0, STATES, BN, 1), batch, 1, group, wide, GC, STATES, BN, 1, 1)
-    h = load_state(state, slot, channel, stateful, wide, True, CHANNELS, STATES, BN, 1)[0]
-    h = grow(dt[None, :] * decay) * h + (dt * xs)[None, :] * Bt[0][0]
-    out = dot((h,), Ct[0])
+    bias = tiles.load_vector(delta_bias, channel, ours, wide, HAS_BIAS)
+    dt, slope = tiles.step_sizes(tl.load(delta + at, mask=ours, other=0.0).to(wide), bias, SOFTPLUS)
+    decay = tiles.load_decay(A, channel, ours, wide, STATES, BN, 1)[0]
+    Bt = tiles.load_projection(B, tiles.load_matrix(B, channel, ours, wide, GB == 0, STATES, BN, 1), batch, 1, group, wide, GB, STATES, BN, 1, 1)
+    Ct = tiles.load_projection(C, tiles.load_matrix(C, channel, ours, wide, GC == 0, STATES, BN, 1), batch, 1, group, wide, GC, STATES, BN, 1, 1)
+    h = tiles.load_state(state, slot, channel, stateful, wide, True, CHANNELS, STATES, BN, 1)[0]
+    h = tiles.growth(dt[None, :] * decay, True) * h + (dt * xs)[None, :] * Bt[0][0]
+    out = tiles.dot((h,), Ct[0])
     if HAS_D:
-        out += load_vector(D, channel, ours, wide, True) * xs
+        out += tiles.load_vector(D, channel, ours, wide, True) * xs
     if HAS_Z:
         zs = tl.load(z + at, mask=ours, other=0.0).to(wide)
         out *= zs * sigmoid(zs)
     if INDEXED:
         out = tl.where(slot < 0, 0.0, tl.where(slot < slots, out, float("nan")))
     tl.store(y + at, out.to(y.dtype.element_ty), mask=ours)
-    store_state(new_state, slot, channel, stateful, (h,), CHANNELS, STATES, BN, 1)
+    tiles.store_state(new_state, slot, channel, stateful, (h,), CHANNELS, STATES, BN, 1)
