@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from bridge.fast import reciprocal
+
 # Triton decides on its interpreter when a kernel is decorated; what the environment says later changes nothing.
 INTERPRETING = bool(knobs.runtime.interpret)
 
@@ -21,47 +23,54 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def rows(tile, T: tl.constexpr, W: tl.constexpr):
-    """The T rows of a [T, W] tile, T a power of two, as a tuple of [W] vectors.
+def columns(tile):
+    """The N columns of a [W, N] tile, N a power of two, as a tuple of [W] vectors.
 
-    A register can't be indexed by a loop variable, so the tile is halved until single rows are left: each round splits
-    every piece into its even and its odd rows, and the pieces come out in bit-reversed order.
+    A register can't be indexed by a loop variable, so the tile is halved until single columns are left: each round splits
+    every piece into its even and its odd columns, and the pieces come out in bit-reversed order.
     """
-    pieces = (tl.trans(tile),)
+    W: tl.constexpr = tile.shape[0]
+    N: tl.constexpr = tile.shape[1]
+    pieces = (tile,)
     for level in tl.static_range(5):
-        if len(pieces) < T:
+        if len(pieces) < N:
             halves = ()
             for p in tl.static_range(len(pieces)):
-                even, odd = tl.split(tl.reshape(pieces[p], (W, T // (2 * len(pieces)), 2)))
+                even, odd = tl.split(tl.reshape(pieces[p], (W, N // (2 * len(pieces)), 2)))
                 halves = halves + (even, odd)
             pieces = halves
     ordered = ()
-    for t in tl.static_range(T):
-        piece = pieces[((t & 1) * 16 + (t & 2) * 4 + (t & 4) + (t & 8) // 4 + (t & 16) // 16) * T // 32]
+    for n in tl.static_range(N):
+        piece = pieces[((n & 1) * 16 + (n & 2) * 4 + (n & 4) + (n & 8) // 4 + (n & 16) // 16) * N // 32]
         ordered = ordered + (tl.reshape(piece, (W,)),)
     return ordered
 
 
 @triton.jit
-def parts(tile, count: tl.constexpr):
-    """[J, W] cut along its second axis into `count` tiles [J, W/count]."""
-    pieces = (tile,)
+def rows(tile):
+    """The same of the rows of a [N, W] tile."""
+    return columns(tl.trans(tile))
+
+
+@triton.jit
+def stack(values):
+    """[J, W, m] from m tiles [J, W], m a power of two: the inverse. What is stacked stays in the lanes where it is."""
+    m: tl.constexpr = len(values)
+    pieces = values
     for level in tl.static_range(5):
-        if len(pieces) < count:
-            halves = ()
-            for p in tl.static_range(len(pieces)):
-                both = tl.reshape(pieces[p], (tile.shape[0], 2, tile.shape[1] // (2 * len(pieces))))
-                lower, upper = tl.split(tl.permute(both, (0, 2, 1)))
-                halves = halves + (lower, upper)
-            pieces = halves
-    return pieces
+        if len(pieces) > 1:
+            joined = ()
+            for p in tl.static_range(len(pieces) // 2):
+                joined = joined + (tl.join(pieces[p], pieces[p + len(pieces) // 2]),)
+            pieces = joined
+    return tl.reshape(pieces[0], (values[0].shape[0], values[0].shape[1], m))
 
 
 @triton.jit
 def sigmoid(x):
     """1 / (1 + exp(-x)), from the exponential of -|x|, which can't overflow."""
     e = tl.exp2(-tl.abs(x) * LOG2E)
-    return tl.where(x >= 0, 1.0, e) / (1.0 + e)
+    return tl.where(x >= 0, 1.0, e) * reciprocal(1.0 + e)
 
 
 @triton.jit
@@ -72,12 +81,13 @@ def softplus(x):
     in s * s whose terms are all positive: nothing cancels, where log(1 + e) loses a small e altogether.
     """
     e = tl.exp2(-tl.abs(x) * LOG2E)
-    s = e / (2.0 + e)
+    s = e * reciprocal(2.0 + e)
     q = s * s
-    # 2 artanh(s) = 2 s (1 + q/3 + q^2/5 + ...); q <= 1/9, so 16 terms reach 1/9^16/33 = 2e-17, float64's precision.
-    series = q * 0.0 + 1.0 / 33.0
-    for k in tl.static_range(16):
-        series = series * q + 1.0 / (31 - 2 * k)
+    # 2 artanh(s) = 2 s (1 + q/3 + q^2/5 + ...), q <= 1/9: up to q^6/13 what is left is 1/9^7/15 = 1e-8, up to q^16/33 2e-17.
+    TERMS: tl.constexpr = 16 if x.dtype == tl.float64 else 6
+    series = q * 0.0 + 1.0 / (2 * TERMS + 1)
+    for k in tl.static_range(TERMS):
+        series = series * q + 1.0 / (2 * TERMS - 1 - 2 * k)
     return tl.maximum(x, 0.0) + 2.0 * s * series
 
 
@@ -94,45 +104,45 @@ def product(x, y):
 
 @triton.jit
 def flip(x, M: tl.constexpr):
-    """x with its entries exchanged where bit M of their index in row-major order differs: what is here is there.
+    """x [A, m, V] with its entries exchanged where bit M of their index in row-major order differs: what is here is there.
 
     Written as x ^ (x ^ there), with the inner part as a sum over an axis of two, so that no layout is assumed. Where the bit is
     one of the lane's, the compiler leaves a single shuffle.
     """
     kind: tl.constexpr = tl.int64 if x.dtype == tl.float64 else tl.int32
-    bits = tl.reshape(x.to(kind, bitcast=True), (x.shape[0] * x.shape[1] // (2 * M), 2, M))
+    bits = tl.reshape(x.to(kind, bitcast=True), (x.shape[0] * x.shape[1] * x.shape[2] // (2 * M), 2, M))
     return tl.reshape(bits ^ tl.xor_sum(bits, axis=1, keep_dims=True), x.shape).to(x.dtype, bitcast=True)
 
 
 @triton.jit
 def sum_each(values):
-    """[J, m], entry k of which is the sum over the second axis of values[k] [J, W], for m of them, a power of two up to W.
+    """[A, m], entry k of which is the sum over the second axis of values[:, :, k] [A, W]; m is a power of two up to W.
 
     A reduce-scatter: each round sends half of the values to the lanes that will keep them, and keeps the other half.
     """
-    m: tl.constexpr = len(values)
-    J: tl.constexpr = values[0].shape[0]
-    W: tl.constexpr = values[0].shape[1]
-    left = ()
-    for k in tl.static_range(m):
-        left = left + (tl.sum(tl.reshape(values[k], (J, W // m, m)), axis=1),)
+    A: tl.constexpr = values.shape[0]
+    W: tl.constexpr = values.shape[1]
+    m: tl.constexpr = values.shape[2]
+    left = values
+    if W > m:
+        left = tl.sum(tl.reshape(values, (A, W // m, m, m)), axis=1)
     for level in tl.static_range(6):
-        if len(left) > 1:
+        if left.shape[2] > 1:
             left = halve(left)
-    return left[0]
+    return tl.reshape(left, (A, m))
 
 
 @triton.jit
 def halve(values):
-    """Half as many [J, m]: where a column has the bit, that of the upper half of `values`, else of the lower; each with what
+    """[A, m, V/2] from [A, m, V]: where a column has the bit V/2, the upper half of the values, else the lower; each with what
     stands in the column without the bit, or with it, added."""
-    M: tl.constexpr = len(values) // 2
-    upper = (tl.arange(0, values[0].shape[1])[None, :] & M) != 0
-    made = ()
-    for k in tl.static_range(M):
-        kept, sent = tl.where(upper, values[k + M], values[k]), tl.where(upper, values[k], values[k + M])
-        made = made + (kept + flip(sent, M),)
-    return made
+    A: tl.constexpr = values.shape[0]
+    m: tl.constexpr = values.shape[1]
+    half: tl.constexpr = values.shape[2] // 2
+    lower, upper = tl.split(tl.permute(tl.reshape(values, (A, m, 2, half)), (0, 1, 3, 2)))
+    high = ((tl.arange(0, m) & half) != 0)[None, :, None]
+    kept, sent = tl.where(high, upper, lower), tl.where(high, lower, upper)
+    return kept + flip(sent, half * half)
 
 
 @triton.jit(do_not_specialize=["size"])

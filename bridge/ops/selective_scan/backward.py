@@ -8,7 +8,7 @@ programs leaves as partial sums, which sum_leading adds in a fixed order.
 import triton
 import triton.language as tl
 
-from bridge.language import LN2, parts, product, sum_each
+from bridge.language import LN2, stack, sum_each
 from bridge.ops.selective_scan import tiles
 
 
@@ -45,8 +45,7 @@ def recompute(
     wide: tl.constexpr = fine.dtype.element_ty
     block, group, channel, ours, index = tiles.own(CHANNELS, GROUPS, BD)
     sequence, batch, begin, end, opens, closes = tiles.chunk_of(cuts, index, steps, chunks, span, PACKED)
-    state = tiles.first_states(BN, R)
-    lane = tiles.apart(tl.arange(0, BD))[None, :]
+    state, lane = tiles.in_lanes(BN, R), tiles.apart(tl.arange(0, BD))[None, :, None]
     bias = tiles.load_vector(delta_bias, channel, ours, wide, HAS_BIAS)
     decay = tiles.load_decay(A, channel, ours, wide, STATES, BN, R)
     constant_B = tiles.load_matrix(B, channel, ours, wide, GB == 0, STATES, BN, R)
@@ -69,10 +68,9 @@ def recompute(
                 first, left = begin + start, end - begin - start
                 row = batch * steps + first
                 keep = (start % TILE == 0) & ((start > 0) | ((opens == 0) | (not PACKED)))
-                here = tiles.where_true(channel, ours, keep, CHANNELS)[None, :]
+                here = tiles.where_true(channel, ours, keep, CHANNELS)
                 at = tiles.at_tile(block, batch, batches, first, steps, TILE, STATES, BD)
-                for r in tl.static_range(R):
-                    tl.store(fine + at + (state + r) * BD + lane, h[r], mask=(state + r < STATES) & here)
+                tl.store(fine + at + state * BD + lane, stack(h), mask=(state < STATES) & here[None, :, None])
                 x_rows = tiles.load_rows(x, row, left, channel, ours, CHANNELS, AT_ONCE)
                 dt, slope = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE)
                 Bt = tiles.load_projection(B, constant_B, row, left, group, wide, GB, STATES, BN, R, AT_ONCE)
@@ -104,8 +102,7 @@ def recompute(
     if not whole:  # the last tile was left out: the state before it is all that is left to write
         first = begin + (end - begin - 1) // TILE * TILE
         at = tiles.at_tile(block, batch, batches, first, steps, TILE, STATES, BD)
-        for r in tl.static_range(R):
-            tl.store(fine + at + (state + r) * BD + lane, h[r], mask=(state + r < STATES) & ours[None, :])
+        tl.store(fine + at + state * BD + lane, stack(h), mask=(state < STATES) & ours[None, :, None])
     if CARRY:
         index = index.to(tl.int64)
         tiles.store_states(after, index, channel, ours, h, CHANNELS, STATES, BN, R)
@@ -129,7 +126,7 @@ def chunk_carries(
     first, last = tiles.chunks_of(offsets, sequence, chunks, PACKED)
     decay = tiles.load_decay(A, channel, ours, wide, STATES, BN, R)
     carry = tiles.load_state(dfinal_state, sequence.to(tl.int64), channel, ours, wide, True, CHANNELS, STATES, BN, R)
-    for k in range(last - 1 - first):
+    for k in tl.range(0, last - 1 - first, num_stages=4):
         index = tl.cast(last - 1 - k, tl.int64)
         dt = tl.load(elapsed + index * CHANNELS + channel, mask=ours, other=0.0)
         added = tiles.load_states(heads, index, channel, ours, CHANNELS, STATES, BN, R)
@@ -215,9 +212,9 @@ def reverse(
                     known = ours
                     if PACKED:
                         known = tiles.where_true(channel, ours, (k < count - 1) | (opens == 0), CHANNELS)
-                    before = ()
-                    for r in tl.static_range(R):
-                        before = before + (tl.load(fine + place + (state + r) * BD + lane, mask=(state + r < STATES) & known[None, :], other=0.0),)
+                    all_states = tiles.in_lanes(BN, R)
+                    inside = (all_states < STATES) & known[None, :, None]
+                    before = tiles.of_lanes(tl.load(fine + place + all_states * BD + lane[:, :, None], mask=inside, other=0.0))
                     if PACKED:
                         if (k == count - 1) & opens:
                             before = tiles.load_state(initial_state, sequence, channel, ours, wide, HAS_INITIAL, CHANNELS, STATES, BN, R)
@@ -249,6 +246,7 @@ def reverse(
                         else:
                             now = now + (a * h[i][r] + u[None, :] * Bt[i][r],)
                     h, kept = h + (now,), kept + (powers,)
+                of_parts, of_grads, of_z = (), (), ()
                 nothing = tl.cast(k, wide) * 0.0  # which the compiler doesn't know: else it kept all powers, in memory
                 for i in tl.static_range(AT_ONCE - 1, -1, -1):
                     xs, dp = x_rows[i].to(wide), dy_rows[i].to(wide)
@@ -288,14 +286,19 @@ def reverse(
                             else:
                                 each = each + (of_C,)
                     if len(each) > 0:
-                        entry = tiles.apart(tl.arange(0, len(each)))[None, :] + (0 if NEED_B and GB > 0 else R)  # below R of B, from there on of C
-                        of = state + entry % R
-                        if PACKED or CAREFUL:  # where a tile can begin anywhere
-                            here_in = tiles.at_tile(block, batch, batches, first + i, steps, TILE, STATES, BD) + (first + i) % TILE * STATES
-                        else:
-                            here_in = place + i * STATES
-                        at_part = blocks_sums + here_in + of + entry // R * (TILE * STATES)
-                        tl.store(at_part, sum_each(each), mask=of < tl.where(i < left, STATES, 0))
+                        of_parts = (sum_each(stack(each)),) + of_parts
+                        if len(of_parts) == 4 or i == 0:
+                            entry = tiles.apart(tl.arange(0, len(each)))[None, :, None] + (0 if NEED_B and GB > 0 else R)
+                            of = state[:, :, None] + entry % R  # below R of B, from there on of C
+                            later = tl.arange(0, len(of_parts))[None, None, :]
+                            if PACKED or CAREFUL:  # where a tile can begin anywhere
+                                step = first + i + later
+                                here_in = blocks_sums + tiles.at_tile(block, batch, batches, step, steps, TILE, STATES, BD) + step % TILE * STATES
+                            else:
+                                here_in = blocks_sums + place + i * STATES + later * STATES
+                            inside = of < tl.where(i + later < left, STATES, 0)
+                            tl.store(here_in + (of + entry // R * (TILE * STATES)), stack(of_parts), mask=inside)
+                            of_parts = ()
                     carry, sum_A = carried, sums_A
                     if NEED_B and GB == 0:
                         sum_B = sums_B
@@ -308,16 +311,15 @@ def reverse(
                         grad_x += first_lane * (skip * dp)[None, :]
                     if SCATTER:
                         if NEED_X or NEED_DELTA:
-                            pieces = parts(grad_x, CUTS) + parts(grad_delta, CUTS)
-                            turned = ()
-                            for p in tl.static_range(LANES):
-                                turned = turned + (tl.trans(pieces[p]),)
-                            grads = tl.trans(sum_each(turned))
-                            if NEED_X:
-                                tl.store(dx + at + part, grads.to(dx.dtype.element_ty), mask=tiles.where_true(part, part_x, i < left, CHANNELS))
-                            if NEED_DELTA:
-                                inside = tiles.where_true(part, part_delta, i < left, CHANNELS)
-                                tl.store(ddelta + at + part, grads.to(ddelta.dtype.element_ty), mask=inside)
+                            both = tl.reshape(tl.join(grad_x, grad_delta), (LANES, CUTS, BD // CUTS, 2))
+                            grads = tl.trans(sum_each(tl.reshape(tl.permute(both, (2, 0, 3, 1)), (BD // CUTS, LANES, LANES))))
+                            of_grads = (grads,) + of_grads
+                            if len(of_grads) == 4 or i == 0:
+                                if NEED_X:
+                                    tiles.store_steps(dx + row * CHANNELS, part, part_x, i, left, of_grads, CHANNELS)
+                                if NEED_DELTA:
+                                    tiles.store_steps(ddelta + row * CHANNELS, part, part_delta, i, left, of_grads, CHANNELS)
+                                of_grads = ()
                     else:
                         if NEED_X:
                             tl.store(dx + at + channel, tl.sum(grad_x, axis=0).to(dx.dtype.element_ty), mask=here)

@@ -105,7 +105,7 @@ def chunk_starts(
     first, last = tiles.chunks_of(offsets, sequence, chunks, PACKED)
     decay = tiles.load_decay(A, channel, ours, wide, STATES, BN, R)
     h = tiles.load_state(initial_state, sequence.to(tl.int64), channel, ours, wide, HAS_INITIAL, CHANNELS, STATES, BN, R)
-    for chunk in range(first, last - 1):
+    for chunk in tl.range(first, last - 1, num_stages=4):
         index = tl.cast(chunk, tl.int64)
         dt = tl.load(elapsed + index * CHANNELS + channel, mask=ours, other=0.0)
         added = tiles.load_states(ends, index, channel, ours, CHANNELS, STATES, BN, R)
@@ -162,7 +162,7 @@ def scan(
                 Ct = tiles.load_projection(C, constant_C, row, left, group, wide, GC, STATES, BN, R, AT_ONCE)
                 if HAS_Z:
                     gate, gate_slope = tiles.load_gate(z, row, left, channel, ours, wide, CHANNELS, AT_ONCE)
-                at = y + row * CHANNELS + each
+                outs = ()
                 for i in tl.static_range(AT_ONCE):
                     xs = x_rows[i].to(wide)
                     h = tiles.advance(h, decay, dt[i], dt[i] * xs, Bt[i], CAREFUL)
@@ -171,8 +171,10 @@ def scan(
                         out += skip * xs
                     if HAS_Z:
                         out *= gate[i]
-                    out = tl.broadcast_to(out[None, :], (BN // R, BD))
-                    tl.store(at + i * CHANNELS, out.to(y.dtype.element_ty), mask=tiles.where_true(each, writes, i < left, CHANNELS))
+                    outs = outs + (tl.broadcast_to(out[None, :], (BN // R, BD)),)
+                    if len(outs) == 4 or i == AT_ONCE - 1:
+                        tiles.store_steps(y + row * CHANNELS, each, writes, i + 1 - len(outs), left, outs, CHANNELS)
+                        outs = ()
             wrong = tiles.undefined(h)
     if closes:
         tiles.store_state(final_state, sequence, channel, ours, h, CHANNELS, STATES, BN, R)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bridge.dtypes import SIZES
 from bridge.language import INTERPRETING, sum_leading, widen
 from bridge.op import Call, Op
 from bridge.ops.selective_scan import backward as backwards
@@ -40,14 +41,15 @@ SIGNATURE = """
 """
 
 TILE = 8  # steps that are read, and taken backwards, together: their states fit the registers
-AHEAD = 16  # steps that are read together going forward
+AHEAD = 32  # bytes of a channel that are read together going forward
 KEPT = 2  # of them, the last: their powers are kept from finding the states to going back
 LANE = 8  # states of a channel in one lane's registers
 # One-warp programs that fill a large GPU, and how many to aim at where time is cut; of the forward and of the backward pass,
 # whose programs hold more registers.
 FULL, WANTED = 600, 4096
 BACKWARD = dict(full=1000, wanted=2048)
-SHORTEST = 256  # steps in a chunk of time
+SHORTEST, LONGEST = 256, 512  # steps in a chunk of time, the latter up to
+MANY = 64  # chunks
 
 
 @dataclass(frozen=True)
@@ -107,8 +109,10 @@ class Layout:
         """Steps in a chunk, a multiple of the segment. Time is cut only where there are too few programs without: chunks
         cost a pass of their own."""
         programs = max(1, self.b * self.groups * self.blocks)
-        wanted = 1 if programs >= self.full else max(1, min(cdiv(self.wanted, programs), self.t // SHORTEST))
-        return max(1, cdiv(cdiv(self.t, wanted), self.segment)) * self.segment
+        if programs >= self.full:
+            return cdiv(self.t, self.segment) * self.segment or self.segment
+        wanted = max(cdiv(self.wanted, programs), min(cdiv(self.t, LONGEST), MANY))
+        return cdiv(max(cdiv(self.t, wanted), SHORTEST), self.segment) * self.segment
 
     @property
     def sequences(self) -> int:
@@ -173,6 +177,11 @@ class Passes:
                 launches.append(Launch(widen, cdiv(size, block), (name,), (size,), outputs, {"BLOCK": block}, wide=self.wide))
                 self.renamed[name] = f"{name}_wide"
         return launches
+
+    @property
+    def ahead(self) -> int:
+        """Steps that the forward pass reads together."""
+        return AHEAD // SIZES[self.call.dtypes["x"]]
 
     def array(self, *shape: int) -> Array:
         return Array(shape, self.wide)
@@ -263,7 +272,7 @@ def forward(call: Call, save: bool) -> Plan:
             passes.launch(
                 forwards.chunk_ends, k.chunks, "x delta A B delta_bias cuts", k.cut,
                 {"ends": passes.array(k.chunks, k.n, k.d), "elapsed": passes.array(k.chunks, k.d)},
-                ("GB", "SOFTPLUS", "HAS_BIAS", "PACKED", "R"), TILE=AHEAD,
+                ("GB", "SOFTPLUS", "HAS_BIAS", "PACKED", "R"), TILE=passes.ahead,
             ),
             passes.launch(
                 forwards.chunk_starts, k.sequences, "A initial_state ends elapsed offsets", (k.each,),
@@ -275,7 +284,7 @@ def forward(call: Call, save: bool) -> Plan:
         passes.launch(
             forwards.scan, k.chunks, "x delta A B C D z delta_bias initial_state starts cuts poison", k.cut,
             {**call.outputs, **states},
-            ("GB", "GC", "SOFTPLUS", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED", "R"), TILE=AHEAD, SEGMENT=k.segment if save else 0,
+            ("GB", "GC", "SOFTPLUS", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED", "R"), TILE=passes.ahead, SEGMENT=k.segment if save else 0,
         )
     )  # fmt: skip
     return Plan(tuple(launches), tuple(selective_scan.results(call, save)))

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from bridge.fast import power
-from bridge.language import LOG2E, product, rows, sigmoid, softplus
+from bridge.language import LOG2E, columns, product, rows, sigmoid, softplus, stack
 
 CUT = tl.constexpr(5)  # numbers in a row of `cuts`
 
@@ -74,6 +74,19 @@ def where_true(channel, ours, condition, CHANNELS: tl.constexpr):
 
 
 @triton.jit
+def store_steps(pointer, channel, ours, step, left, values, CHANNELS: tl.constexpr):
+    """Tiles [J, W] of a number of steps in turn, the first of which is `step`, into a (b t) d array; up to step `left`.
+
+    pointer: to step 0. channel, ours: [J, W], where each entry belongs, and whether it is to be written. One store of several
+    steps, since the compiler takes long over each, and no more of them than a lane has registers for.
+    """
+    steps = step + tl.arange(0, len(values))[None, None, :]
+    inside = tl.where(ours, channel, CHANNELS)[:, :, None] < tl.where(steps < left, CHANNELS, 0)
+    at = (pointer + step * CHANNELS + channel)[:, :, None] + (steps - step) * CHANNELS
+    tl.store(at, stack(values).to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def apart(channel):
     """The same channels, of which the compiler doesn't see that they are neighbours. Else it would exchange states between lanes
     before each store of them, to write several channels a lane."""
@@ -109,7 +122,7 @@ def load_tile(pointer, row, left, channel, ours, CHANNELS: tl.constexpr, TILE: t
 @triton.jit
 def load_rows(pointer, row, left, channel, ours, CHANNELS: tl.constexpr, TILE: tl.constexpr):
     """The same as TILE vectors [BD]."""
-    return rows(load_tile(pointer, row, left, channel, ours, CHANNELS, TILE), TILE, channel.shape[0])
+    return rows(load_tile(pointer, row, left, channel, ours, CHANNELS, TILE))
 
 
 @triton.jit
@@ -133,9 +146,9 @@ def load_steps(
     BD: tl.constexpr = channel.shape[0]
     if SOFTPLUS:  # on the tile, of which each lane has its part; several lanes hold a vector's channel
         dt, slope = step_sizes(tile.to(wide), bias[None, :], True)
-        return rows(tl.where(tl.arange(0, TILE)[:, None] < left, dt, 0.0), TILE, BD), rows(slope, TILE, BD)
+        return rows(tl.where(tl.arange(0, TILE)[:, None] < left, dt, 0.0)), rows(slope)
     else:
-        loaded = rows(tile, TILE, BD)
+        loaded = rows(tile)
         dts, slopes = (), ()
         for i in tl.static_range(TILE):
             dt = loaded[i].to(wide)
@@ -150,7 +163,7 @@ def load_gate(z, row, left, channel, ours, wide: tl.constexpr, CHANNELS: tl.cons
     """silu(z) of TILE steps, and its derivative: two tuples of [BD]."""
     zs = load_tile(z, row, left, channel, ours, CHANNELS, TILE).to(wide)
     sig = sigmoid(zs)
-    return rows(zs * sig, TILE, channel.shape[0]), rows(sig * (1.0 + zs * (1.0 - sig)), TILE, channel.shape[0])
+    return rows(zs * sig), rows(sig * (1.0 + zs * (1.0 - sig)))
 
 
 @triton.jit
@@ -169,15 +182,32 @@ def first_states(BN: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
+def of_lanes(tile):
+    """A tile [BN/R, BD, R] as R tensors [BN/R, BD]."""
+    J: tl.constexpr = tile.shape[0]
+    W: tl.constexpr = tile.shape[1]
+    made = ()
+    pieces = columns(tl.reshape(tile, (J * W, tile.shape[2])))
+    for r in tl.static_range(tile.shape[2]):
+        made = made + (tl.reshape(pieces[r], (J, W)),)
+    return made
+
+
+@triton.jit
+def in_lanes(BN: tl.constexpr, R: tl.constexpr):
+    """The state that stands at each place of a tile [BN/R, 1, R]."""
+    return first_states(BN, R)[:, :, None] + tl.arange(0, R)[None, None, :]
+
+
+@triton.jit
 def load_matrix(pointer, channel, ours, wide: tl.constexpr, PRESENT: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr, R: tl.constexpr):
     """R tensors [BN/R, BD] from an array d n; nothing to speak of where it isn't wanted."""
-    made = ()
     if PRESENT:
-        state = first_states(BN, R)
-        at = channel[None, :].to(tl.int64) * STATES + state
-        for r in tl.static_range(R):
-            made = made + (tl.load(pointer + at + r, mask=(state + r < STATES) & ours[None, :], other=0.0).to(wide),)
-    return made
+        state = in_lanes(BN, R)
+        at = channel[None, :, None].to(tl.int64) * STATES + state
+        return of_lanes(tl.load(pointer + at, mask=(state < STATES) & ours[None, :, None], other=0.0).to(wide))
+    else:
+        return ()
 
 
 @triton.jit
@@ -208,12 +238,12 @@ def load_projection(
         step, state = tl.arange(0, TILE)[:, None], tl.arange(0, BN)[None, :]
         at = (row * G + (group if G > 1 else 0)) * STATES + step * (G * STATES) + state
         tile = tl.load(pointer + at, mask=(step < left) & (state < STATES), other=0.0)
-        pieces = rows(tile, TILE, BN)
+        pieces = rows(tile)
         for i in tl.static_range(TILE):
             of_step = ()
-            columns = rows(tl.trans(tl.reshape(pieces[i], (BN // R, R))), R, BN // R)
+            of_lane = columns(tl.reshape(pieces[i], (BN // R, R)))
             for r in tl.static_range(R):
-                of_step = of_step + (columns[r][:, None].to(wide),)
+                of_step = of_step + (of_lane[r][:, None].to(wide),)
             made = made + (of_step,)
     return made
 
@@ -229,21 +259,18 @@ def at_tile(block, batch, batches, step, steps, TILE: tl.constexpr, STATES: tl.c
 @triton.jit
 def load_states(pointer, index, channel, there, CHANNELS: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr, R: tl.constexpr):
     """R tensors [BN/R, BD]: entry `index` of an array (...) n d, for channels that are `there`."""
-    state = first_states(BN, R)
-    at = index * (STATES * CHANNELS) + state * CHANNELS + apart(channel)[None, :]
-    made = ()
-    for r in tl.static_range(R):
-        made = made + (tl.load(pointer + at + r * CHANNELS, mask=(state + r < STATES) & there[None, :], other=0.0),)
-    return made
+    state = in_lanes(BN, R)
+    at = pointer + (index * (STATES * CHANNELS) + first_states(BN, R) * CHANNELS + apart(channel)[None, :])[:, :, None]
+    inside = (state < STATES) & there[None, :, None]
+    return of_lanes(tl.load(at + tl.arange(0, R)[None, None, :] * CHANNELS, mask=inside, other=0.0))
 
 
 @triton.jit
 def store_states(pointer, index, channel, there, h, CHANNELS: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr, R: tl.constexpr):
     """The same written."""
-    state = first_states(BN, R)
-    at = index * (STATES * CHANNELS) + state * CHANNELS + apart(channel)[None, :]
-    for r in tl.static_range(R):
-        tl.store(pointer + at + r * CHANNELS, h[r], mask=(state + r < STATES) & there[None, :])
+    state = in_lanes(BN, R)
+    at = pointer + (index * (STATES * CHANNELS) + first_states(BN, R) * CHANNELS + apart(channel)[None, :])[:, :, None]
+    tl.store(at + tl.arange(0, R)[None, None, :] * CHANNELS, stack(h), mask=(state < STATES) & there[None, :, None])
 
 
 @triton.jit
@@ -271,10 +298,9 @@ def store_state(
     pointer, sequence, channel, ours, h, CHANNELS: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr, R: tl.constexpr
 ):  # fmt: skip
     """h into an array (...) d n."""
-    state = first_states(BN, R)
-    at = (sequence * CHANNELS + channel[None, :]) * STATES + state
-    for r in tl.static_range(R):
-        tl.store(pointer + at + r, h[r].to(pointer.dtype.element_ty), mask=(state + r < STATES) & ours[None, :])
+    state = in_lanes(BN, R)
+    at = (sequence * CHANNELS + channel[None, :, None]) * STATES + state
+    tl.store(pointer + at, stack(h).to(pointer.dtype.element_ty), mask=(state < STATES) & ours[None, :, None])
 
 
 @triton.jit
