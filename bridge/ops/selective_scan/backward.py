@@ -8,7 +8,7 @@ programs leaves as partial sums, which sum_leading adds in a fixed order.
 import triton
 import triton.language as tl
 
-from bridge.language import LN2, stack, sum_each
+from bridge.language import LN2, rows, shared_rows, stack, sum_each
 from bridge.ops.selective_scan import tiles
 
 
@@ -72,26 +72,25 @@ def recompute(
                 at = tiles.at_tile(block, batch, batches, first, steps, TILE, STATES, BD)
                 tl.store(fine + at + state * BD + lane, stack(h), mask=(state < STATES) & here[None, :, None])
                 x_rows = tiles.load_rows(x, row, left, channel, ours, CHANNELS, AT_ONCE)
-                dt, slope = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE)
+                dt, slope = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE, BN // R)
                 Bt = tiles.load_projection(B, constant_B, row, left, group, wide, GB, STATES, BN, R, AT_ONCE)
                 if CARRY:
-                    dy_rows = tiles.load_rows(dy, row, left, channel, ours, CHANNELS, AT_ONCE)
+                    dy_tile = tiles.load_tile(dy, row, left, channel, ours, CHANNELS, AT_ONCE)
                     Ct = tiles.load_projection(C, constant_C, row, left, group, wide, GC, STATES, BN, R, AT_ONCE)
                     if HAS_Z:
-                        gate, gate_slope = tiles.load_gate(z, row, left, channel, ours, wide, CHANNELS, AT_ONCE)
+                        silu, slopes = tiles.load_gate(z, row, left, channel, ours, wide, CHANNELS, AT_ONCE)
+                        dp = rows(dy_tile.to(wide) * silu)
+                    else:
+                        dp = rows(dy_tile)
                 for i in tl.static_range(AT_ONCE):
                     u = (dt[i] * x_rows[i].to(wide))[None, :]
                     now, products, sums = (), (), ()
-                    if CARRY:
-                        dp = dy_rows[i].to(wide)
-                        if HAS_Z:
-                            dp *= gate[i]
                     for r in tl.static_range(R):
                         a = tiles.growth(dt[i][None, :] * decay[r], CAREFUL)
                         now = now + (a * h[r] + u * Bt[i][r],)
                         if CARRY:
                             products = products + (a * through[r],)
-                            sums = sums + (head[r] + products[r] * (dp[None, :] * Ct[i][r]),)
+                            sums = sums + (head[r] + products[r] * (dp[i].to(wide)[None, :] * Ct[i][r]),)
                     h = now
                     if CARRY:
                         total += dt[i]
@@ -184,7 +183,9 @@ def reverse(
         offset = tiles.apart(part_of % CUTS * (BD // CUTS) + tl.arange(0, BD // CUTS)[None, :])
         part, part_ours = tiles.owned(block, offset, CHANNELS, GROUPS, BD)
         part_x, part_delta = part_ours & (part_of < CUTS), part_ours & (part_of >= CUTS)
-    first_lane = tl.where(state == 0, 1.0, 0.0).to(wide)  # what is to be added once, and not in each lane
+    each_channel = tiles.apart(channel)[None, :] + tl.zeros((LANES, 1), tl.int32)
+    first_ours = (state == 0) & ours[None, :]
+    skip_once = tl.where(first_ours, skip[None, :], 0.0)  # what is added over the lanes comes from the first
     carry, sum_A, sum_B, sum_C = last_carry, tiles.zeros(BD, wide, BN, R), tiles.zeros(BD, wide, BN, R), tiles.zeros(BD, wide, BN, R)
     sum_D, sum_bias = tl.zeros((BD,), wide), tl.zeros((LANES, BD), wide)
     behind, wrong = last_state, True
@@ -201,10 +202,14 @@ def reverse(
                 first, left = begin + start, end - begin - start
                 row = batch * steps + first
                 x_rows = tiles.load_rows(x, row, left, channel, ours, CHANNELS, AT_ONCE)
-                dt, slope = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE)
-                dy_rows = tiles.load_rows(dy, row, left, channel, ours, CHANNELS, AT_ONCE)
+                dt, slope = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE, BN // R)
+                dy_tile = tiles.load_tile(dy, row, left, channel, ours, CHANNELS, AT_ONCE)
                 if HAS_Z:
-                    gate, gate_slope = tiles.load_gate(z, row, left, channel, ours, wide, CHANNELS, AT_ONCE)
+                    silu, slopes = tiles.load_gate(z, row, left, channel, ours, wide, CHANNELS, AT_ONCE)
+                    dps = shared_rows(dy_tile.to(wide) * silu, LANES)
+                    of_ungated = shared_rows(dy_tile.to(wide) * slopes, LANES)
+                else:
+                    dps = rows(dy_tile)
                 Bt = tiles.load_projection(B, constant_B, row, left, group, wide, GB, STATES, BN, R, AT_ONCE)
                 Ct = tiles.load_projection(C, constant_C, row, left, group, wide, GC, STATES, BN, R, AT_ONCE)
                 place = tiles.at_tile(block, batch, batches, first, steps, TILE, STATES, BD)
@@ -231,7 +236,7 @@ def reverse(
                         before = tiles.shift(before, tl.load(poison))
                     for step in range(origin, first):
                         at = batch * steps + step
-                        ahead, ignored = tiles.load_steps(delta, bias, at, 1, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, 1)
+                        ahead, ignored = tiles.load_steps(delta, bias, at, 1, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, 1, 1)
                         input = tiles.load_rows(x, at, 1, channel, ours, CHANNELS, 1)[0].to(wide)
                         Bs = tiles.load_projection(B, constant_B, at, 1, group, wide, GB, STATES, BN, R, 1)
                         before = tiles.advance(before, decay, ahead[0], ahead[0] * input, Bs[0], True)
@@ -249,10 +254,7 @@ def reverse(
                 of_parts, of_grads, of_z = (), (), ()
                 nothing = tl.cast(k, wide) * 0.0  # which the compiler doesn't know: else it kept all powers, in memory
                 for i in tl.static_range(AT_ONCE - 1, -1, -1):
-                    xs, dp = x_rows[i].to(wide), dy_rows[i].to(wide)
-                    if HAS_Z:
-                        d_gated = dp
-                        dp *= gate[i]
+                    xs, dp = x_rows[i].to(wide), dps[i].to(wide)
                     u, steady = dt[i] * xs, dt[i][None, :]
                     here = tiles.where_true(channel, ours, i < left, CHANNELS)
                     carried, sums_A, sums_B, sums_C, each = (), (), (), (), ()
@@ -308,7 +310,7 @@ def reverse(
                     grad_x = steady * of_u
                     grad_delta = (xs[None, :] * of_u + of_decay * LN2) * slope[i][None, :]
                     if HAS_D:
-                        grad_x += first_lane * (skip * dp)[None, :]
+                        grad_x += skip_once * dp[None, :]
                     if SCATTER:
                         if NEED_X or NEED_DELTA:
                             both = tl.reshape(tl.join(grad_x, grad_delta), (LANES, CUTS, BD // CUTS, 2))
@@ -333,7 +335,10 @@ def reverse(
                         ungated = tiles.dot(h[i + 1], Ct[i])
                         if HAS_D:
                             ungated += skip * xs
-                        tl.store(dz + at + channel, (d_gated * gate_slope[i] * ungated).to(dz.dtype.element_ty), mask=here)
+                        of_z = (tl.broadcast_to((of_ungated[i] * ungated)[None, :], (LANES, BD)),) + of_z
+                        if len(of_z) == 4 or i == 0:
+                            tiles.store_steps(dz + row * CHANNELS, each_channel, first_ours, i, left, of_z, CHANNELS)
+                            of_z = ()
                 if KNOWN:
                     behind = before
             wrong = tiles.undefined(carry) | tiles.undefined(sum_A)

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from bridge.language import rows
 from bridge.ops.selective_scan import tiles
 
 
@@ -80,7 +81,7 @@ def chunk_ends(
             for start in tl.range(0, end - begin, AT_ONCE, num_stages=3):
                 row, left = batch * steps + begin + start, end - begin - start
                 x_rows = tiles.load_rows(x, row, left, channel, ours, CHANNELS, AT_ONCE)
-                dt, slope = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE)
+                dt, slope = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE, BN // R)
                 Bt = tiles.load_projection(B, constant, row, left, group, wide, GB, STATES, BN, R, AT_ONCE)
                 for i in tl.static_range(AT_ONCE):
                     h = tiles.advance(h, decay, dt[i], dt[i] * x_rows[i].to(wide), Bt[i], CAREFUL)
@@ -157,11 +158,12 @@ def scan(
                     kept = tiles.where_true(channel, ours, keep, CHANNELS)  # a mask and no branch, which the loop's pipeline would pay for
                     tiles.store_states(states, batch * tl.cdiv(steps, SEGMENT) + first // SEGMENT, channel, kept, h, CHANNELS, STATES, BN, R)
                 x_rows = tiles.load_rows(x, row, left, channel, ours, CHANNELS, AT_ONCE)
-                dt, slope = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE)
+                dt, slope = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE, BN // R)
                 Bt = tiles.load_projection(B, constant_B, row, left, group, wide, GB, STATES, BN, R, AT_ONCE)
                 Ct = tiles.load_projection(C, constant_C, row, left, group, wide, GC, STATES, BN, R, AT_ONCE)
                 if HAS_Z:
-                    gate, gate_slope = tiles.load_gate(z, row, left, channel, ours, wide, CHANNELS, AT_ONCE)
+                    silu, slopes = tiles.load_gate(z, row, left, channel, ours, wide, CHANNELS, AT_ONCE)
+                    gate = rows(silu)
                 outs = ()
                 for i in tl.static_range(AT_ONCE):
                     xs = x_rows[i].to(wide)

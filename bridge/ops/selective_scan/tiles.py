@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from bridge.fast import power
-from bridge.language import LOG2E, columns, product, rows, sigmoid, softplus, stack
+from bridge.language import LOG2E, columns, product, rows, shared_rows, sigmoid, softplus, stack
 
 CUT = tl.constexpr(5)  # numbers in a row of `cuts`
 
@@ -139,14 +139,14 @@ def step_sizes(delta, delta_bias, SOFTPLUS: tl.constexpr):
 @triton.jit
 def load_steps(
     delta, bias, row, left, channel, ours, wide: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, CHANNELS: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """dt of TILE steps, and d dt / d delta: two tuples of [BD]. dt is 0 from step `left` on."""
+    """dt of TILE steps, and d dt / d delta: two tuples of [BD], that LANES lanes need. dt is 0 from step `left` on."""
     tile = load_tile(delta, row, left, channel, ours, CHANNELS, TILE)
     BD: tl.constexpr = channel.shape[0]
-    if SOFTPLUS:  # on the tile, of which each lane has its part; several lanes hold a vector's channel
+    if SOFTPLUS:
         dt, slope = step_sizes(tile.to(wide), bias[None, :], True)
-        return rows(tl.where(tl.arange(0, TILE)[:, None] < left, dt, 0.0)), rows(slope)
+        return shared_rows(tl.where(tl.arange(0, TILE)[:, None] < left, dt, 0.0), LANES), shared_rows(slope, LANES)
     else:
         loaded = rows(tile)
         dts, slopes = (), ()
@@ -160,10 +160,10 @@ def load_steps(
 
 @triton.jit
 def load_gate(z, row, left, channel, ours, wide: tl.constexpr, CHANNELS: tl.constexpr, TILE: tl.constexpr):
-    """silu(z) of TILE steps, and its derivative: two tuples of [BD]."""
+    """silu(z) of TILE steps, [TILE, BD], and its derivative."""
     zs = load_tile(z, row, left, channel, ours, CHANNELS, TILE).to(wide)
     sig = sigmoid(zs)
-    return rows(zs * sig), rows(sig * (1.0 + zs * (1.0 - sig)))
+    return zs * sig, sig * (1.0 + zs * (1.0 - sig))
 
 
 @triton.jit
