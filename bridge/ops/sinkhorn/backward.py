@@ -11,13 +11,13 @@ from bridge.ops.sinkhorn.tiles import exp, over_columns, place, power, read, top
 @triton.jit
 def take_back_rows(P, D, u, v):
     """D before a division by row sums: less what went through the u that it made."""
-    return D - v * (u * weigh_columns(P, D, tl.zeros_like(u)))
+    return D - v * (u * weigh_columns(P, D))
 
 
 @triton.jit
 def take_back_columns(P, D, u, v):
     """D before a division by column sums: less what went through the v that it made."""
-    return D - u * (v * weigh_rows(P, D, tl.zeros_like(v)))
+    return D - u * (v * weigh_rows(P, D))
 
 
 @triton.jit

@@ -31,23 +31,23 @@ def reciprocals(x):
 
 
 @triton.jit
-def quarter(x):
-    """The last axis of five taken apart, by its two lowest bits. No register moves."""
-    x = tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2], x.shape[3], x.shape[4] // 4, 2, 2))
-    even, odd = tl.split(x)
-    return tl.split(even) + tl.split(odd)
-
-
-@triton.jit
-def gather(x, y, more):
-    """The sum of x y over the last axis of five, and `more`, where a lane has all of a matrix. A tree of sums takes an addition for each two products that a lane
-    has. Four chains of fused products and sums take none, or one."""
+def chain(x, more=None):
+    """The sum over the last axis of five, which a lane has for itself, and `more`: one after another, where tl.sum makes a tree.
+    Of a sum of products, a tree fuses every other one only with an addition."""
     M: tl.constexpr = x.shape[4]
-    if PORTABLE or M < 4:
-        return tl.sum(x * y, axis=4, keep_dims=True) + more
+    if PORTABLE or M == 1:
+        total = tl.sum(x, axis=4, keep_dims=True)
+        return total if more is None else total + more
     else:
-        xs, ys = quarter(x), quarter(y)
-        total = xs[0] * ys[0] + more * (4 / M)
-        for k in tl.static_range(1, 4):
-            total += xs[k] * ys[k]
-        return tl.sum(total, axis=4, keep_dims=True) if M > 4 else total
+        parts = (x,)
+        for _ in tl.static_range(4):
+            if len(parts) < M:
+                halves = ()
+                for k in tl.static_range(len(parts)):
+                    left = tl.reshape(parts[k], (x.shape[0], x.shape[1], x.shape[2], x.shape[3], M // (2 * len(parts)), 2))
+                    halves += tl.split(left)
+                parts = halves
+        total = parts[0] if more is None else parts[0] + more
+        for k in tl.static_range(1, M):
+            total += parts[k]
+        return total

@@ -27,7 +27,7 @@ def inverse(x):
 
 
 @triton.jit
-def row(x, block, k: tl.constexpr):
+def row(x, block, k):
     """Row k of a block of rows, in all lanes."""
     i = tl.arange(0, x.shape[2])[None, None, :, None, None]
     block_of = tl.arange(0, x.shape[1])[None, :, None, None, None]
@@ -35,7 +35,7 @@ def row(x, block, k: tl.constexpr):
 
 
 @triton.jit
-def column(x, block, k: tl.constexpr):
+def column(x, block, k):
     """Column k of a block of columns, in all lanes."""
     j = tl.arange(0, x.shape[4])[None, None, None, None, :]
     block_of = tl.arange(0, x.shape[3])[None, None, None, :, None]
@@ -55,20 +55,19 @@ def at_largest(R, x):
 
 @triton.jit
 def connect(
-    W, F, out, dout, R, G, share, least, over, left, block, k: tl.constexpr,
+    W, F, out, dout, R, G, share, least, over, left, p,
     SIZE: tl.constexpr, S: tl.constexpr, N: tl.constexpr, I: tl.constexpr, J: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Adds what goes from column to column by way of row p = (block, k)."""
-    p = block * I + k
+    """Adds what goes from column to column by way of row p, which all lanes need: a small matrix has it, else it is read."""
     if I == N:
-        x = row(R, block, k)
-        y, g = tl.permute(x, (0, 3, 4, 1, 2)), tl.permute(row(G, block, k), (0, 3, 4, 1, 2))
+        x = row(R, 0, p)
+        y, g = tl.permute(x, (0, 3, 4, 1, 2)), tl.permute(row(G, 0, p), (0, 3, 4, 1, 2))
     else:
         x = read_row(out, left, p, SIZE, S, N, I, J, WIDE, False)
         y = read_row(out, left, p, SIZE, S, N, I, J, WIDE, True)
         g = read_row(dout, left, p, SIZE, S, N, I, J, WIDE, True)
-    q = y * row(share, block, k)
-    return W + q * x, F + (q * ((g - row(least, block, k)) * over)) * x
+    q = y * row(share, p // I, p % I)
+    return W + q * x, F + (q * ((g - row(least, p // I, p % I)) * over)) * x
 
 
 @triton.jit
@@ -125,19 +124,19 @@ def solve(
     share, least = inverse(over_columns(R)), at_largest(R, G)
     W, F = tl.zeros(R.shape, R.dtype), tl.zeros(R.shape, R.dtype)
     v = tl.zeros((S, 1, 1, N // J, J), R.dtype)
-    if N <= 16:
+    if I == N:
         for p in tl.static_range(SIZE):
-            W, F = connect(W, F, out, dout, R, G, share, least, over, left, p // I, p % I, SIZE, S, N, I, J, WIDE)
-        F -= transpose(F)
+            W, F = connect(W, F, out, dout, R, G, share, least, over, left, p, SIZE, S, N, I, J, WIDE)
+    else:
+        for p in range(SIZE):
+            W, F = connect(W, F, out, dout, R, G, share, least, over, left, p, SIZE, S, N, I, J, WIDE)
+    F -= transpose(F)
+    if N <= 8:
         for p in tl.static_range(SIZE - 1):
             W, F = eliminate(W, F, p // I, p % I)
         for p in tl.static_range(SIZE - 2, -1, -1):
             v = substitute(W, F, v, p // I, p % I)
     else:
-        for block in range(N // I):
-            for k in tl.static_range(I):
-                W, F = connect(W, F, out, dout, R, G, share, least, over, left, block, k, SIZE, S, N, I, J, WIDE)
-        F -= transpose(F)
         for block in range(N // I):
             for k in tl.static_range(I):
                 W, F = eliminate(W, F, block, k)

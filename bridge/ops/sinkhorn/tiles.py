@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from bridge.language import LOG2E
-from bridge.ops.sinkhorn.fast import gather
+from bridge.ops.sinkhorn.fast import chain
 
 
 @triton.jit
@@ -32,19 +32,26 @@ def over_columns(x):
 
 
 @triton.jit
-def weigh_rows(x, y, more):
+def weigh_rows(x, y, more=None):
     """Column sums of x y, and `more`."""
-    if x.shape[1] * x.shape[3] > 1:
-        return over_rows(x * y) + more
+    products = tl.permute(x * y, (0, 1, 3, 4, 2))
+    if x.shape[1] > 1:
+        total = tl.sum(tl.permute(chain(products), (0, 1, 4, 2, 3)), axis=1, keep_dims=True)
+        return total if more is None else total + more
+    elif more is None:
+        return tl.permute(chain(products), (0, 1, 4, 2, 3))
     else:
-        last: tl.constexpr = (0, 1, 3, 4, 2)
-        return tl.permute(gather(tl.permute(x, last), tl.permute(y, last), tl.permute(more, last)), (0, 1, 4, 2, 3))
+        return tl.permute(chain(products, tl.permute(more, (0, 1, 3, 4, 2))), (0, 1, 4, 2, 3))
 
 
 @triton.jit
-def weigh_columns(x, y, more):
+def weigh_columns(x, y, more=None):
     """Row sums of x y, and `more`."""
-    return over_columns(x * y) + more if x.shape[1] * x.shape[3] > 1 else gather(x, y, more)
+    if x.shape[3] > 1:
+        total = tl.sum(chain(x * y), axis=3, keep_dims=True)
+        return total if more is None else total + more
+    else:
+        return chain(x * y, more)
 
 
 @triton.jit
