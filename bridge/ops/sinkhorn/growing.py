@@ -10,7 +10,7 @@ import triton.language as tl
 from bridge.ops.sinkhorn.loop import settle, shifts, step
 from bridge.ops.sinkhorn.tiles import over_columns, over_rows, power
 
-HELD = tl.constexpr(4)  # iterations whose u, v, e and f the registers hold
+HELD = tl.constexpr(2)  # iterations whose u, v, e and f the registers hold
 
 
 @triton.jit

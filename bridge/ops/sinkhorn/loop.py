@@ -54,8 +54,9 @@ def start(M, SIZE: tl.constexpr, ROW_COL: tl.constexpr, EPS: tl.constexpr):
         P = softmax(M) + EPS
         if SIZE < i.shape[1] * i.shape[2]:
             P = tl.where((i < SIZE) & (j < SIZE), P, 0.0)
-        rows, columns = tl.where(i < SIZE, 0.0, 1.0).to(M.dtype), tl.where(j < SIZE, 0.0, 1.0).to(M.dtype)
-        u, v = tl.full(rows.shape, 1.0, M.dtype), tl.full(columns.shape, 1.0, M.dtype)
+        u = tl.full((M.shape[0], M.shape[1], M.shape[2], 1, 1), 1.0, M.dtype)
+        v = tl.full((M.shape[0], 1, 1, M.shape[3], M.shape[4]), 1.0, M.dtype)
+        rows, columns = tl.where(i < SIZE, 0.0, u), tl.where(j < SIZE, 0.0, v)
         a, b = v, u
     elif ROW_COL:
         r, rows = living(top_column(M))

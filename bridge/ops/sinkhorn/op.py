@@ -66,7 +66,7 @@ class Layout:
     @property
     def segment(self) -> int:
         """Iterations whose u and v fit the registers."""
-        longest = {1: 16, 2: 16, 4: 10, 8: 4}.get(self.side, 2)
+        longest = {1: 16, 2: 16, 4: 10}.get(self.side, 4)
         return max(longest // 2, 1) if self.double else longest
 
     def launch(self, kernel, inputs: tuple[str, ...], scalar: int, outputs: dict[str, Array], solves=False, **constants) -> Launch:
@@ -109,8 +109,8 @@ def backward(call: Call, needs: tuple[str, ...]) -> Plan:
     layout, iters, outputs = Layout.of(call, careful=True), call.options["iters"], {"dlogits": call.outputs["R"]}
     constants = loop(call)
     if call.options["gradient"] == "unrolled":
-        steps = iters - constants["ROW_COL"]
-        launch = layout.launch(backwards.unrolled, ("logits", "dR"), iters, outputs, **constants, **segments(steps, layout.segment))
+        constants |= segments(iters - constants["ROW_COL"], layout.segment)
+        launch = layout.launch(backwards.unrolled, ("logits", "dR"), iters, outputs, **constants)
         return Plan((launch,), ("dlogits",))
     launches: tuple[Launch, ...] = ()
     R = "R"
