@@ -183,4 +183,3 @@ def read_row(
         pieces += (tl.load(pointer + (matrix * (SIZE * SIZE) + p * SIZE + begin + k), mask=inside, other=0.0),)
     x = tl.reshape(tl.permute(tl.reshape(join(pieces), (S, N // I, N // J, W, B // W)), (0, 1, 2, 4, 3)), (S, N // I, N // J, B, 1))
     return widen(tl.permute(x, (0, 1, 3, 2, 4) if TURNED else (0, 1, 4, 2, 3)), WIDE)
-
