@@ -66,7 +66,7 @@ class Layout:
     @property
     def segment(self) -> int:
         """Iterations whose u and v fit the registers."""
-        longest = {1: 16, 2: 16, 4: 10}.get(self.side, 4)
+        longest = {1: 16, 2: 16, 4: 10, 64: 2}.get(self.side, 4)
         return max(longest // 2, 1) if self.double else longest
 
     def launch(self, kernel, inputs: tuple[str, ...], scalar: int, outputs: dict[str, Array], solves=False, **constants) -> Launch:
