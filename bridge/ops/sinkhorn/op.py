@@ -28,6 +28,7 @@ from typing import Any
 from bridge.op import Call, Op
 from bridge.ops.sinkhorn import backward as backwards
 from bridge.ops.sinkhorn import forward as forwards
+from bridge.ops.sinkhorn import implicit as implicits
 from bridge.ops.sinkhorn import reference
 from bridge.ops.sinkhorn.cases import CASES, MHC_BWD_CASES
 from bridge.options import Choice, Integer, Real
@@ -35,8 +36,7 @@ from bridge.plan import Launch, Plan, cdiv, power_of_two
 from bridge.signature import ELLIPSIS, Array, Signature
 
 LIMITS = {"n": range(1, 65)}
-IN_LANE = 8  # the largest matrices that lie in the registers of one lane
-ELEMENTS = 8  # of a larger matrix in a lane, at least
+BLOCK = 8  # rows and columns of a matrix in the registers of one lane, at most
 CANCELS = 3  # up to here gradients often are small differences of a few numbers, and float64 is what keeps them right
 
 
@@ -58,41 +58,42 @@ class Layout:
         """The smallest power of two that is at least n."""
         return power_of_two(self.n)
 
-    @property
-    def matrices(self) -> int:
-        """One a lane, and more of the smallest; else as many as a warp holds, and at least one."""
-        return 32 * max(16 // self.side**2, 1) if self.side <= IN_LANE else max(32 * 2 * ELEMENTS // self.side**2, 1)
-
-    @property
-    def num_warps(self) -> int:
-        """One where it can be: warps that share a matrix add up through shared memory."""
-        return 1 if self.side <= IN_LANE else max(self.side**2 // (64 * ELEMENTS), 1)
+    def block(self, solves: bool) -> tuple[int, int]:
+        """Rows and columns of a matrix in a lane. To solve takes four tiles; half of an 8 x 8 matrix is what fits four times."""
+        most = min(self.side, BLOCK)
+        return (most // 2 if solves and self.side == BLOCK else most), most
 
     @property
     def segment(self) -> int:
         """Iterations whose u and v fit the registers."""
-        longest = {1: 16, 2: 16, 4: 10, 8: 4}.get(self.side, 8)
+        longest = {1: 16, 2: 16, 4: 10, 64: 2}.get(self.side, 4)
         return max(longest // 2, 1) if self.double else longest
 
-    def launch(self, kernel, inputs: tuple[str, ...], scalar: int, outputs: dict[str, Array], **constants) -> Launch:
-        constants = dict(SIZE=self.n, S=self.matrices, N=self.side, WIDE=self.double, **constants)
-        return Launch(kernel, cdiv(self.count, self.matrices), inputs, (self.count, scalar), outputs, constants, num_warps=self.num_warps)
+    def launch(self, kernel, inputs: tuple[str, ...], scalar: int, outputs: dict[str, Array], solves=False, **constants) -> Launch:
+        """One matrix a lane, and more of the smallest; or one warp's lanes, and more than a warp only for the largest: warps
+        that share a matrix add up through shared memory."""
+        I, J = self.block(solves)
+        lanes = self.side**2 // (I * J)
+        matrices = max(32 // lanes, 1) * max(16 // self.side**2, 1)
+        constants = dict(SIZE=self.n, S=matrices, N=self.side, I=I, J=J, WIDE=self.double, **constants)
+        grid, warps = cdiv(self.count, matrices), max(lanes // 32, 1)
+        return Launch(kernel, grid, inputs, (self.count, scalar), outputs, constants, num_warps=warps)
 
 
 def loop(call: Call) -> dict[str, Any]:
     """The constants that describe the loop. The number of iterations is a scalar, and shows in them by its class only."""
     iters, eps, row_col = call.options["iters"], call.options["eps"], call.options["order"] == "row_col"
-    bits = max((call.sizes["n"] - 1).bit_length(), 1)  # of n
-    # u and v grow by a factor n in an iteration, at the most: 60 bits are far from overflow. With eps they can grow by 1/eps.
-    longest = 1 if eps and not row_col else 60 // bits
-    settle = longest if iters > longest or longest == 1 else 0
-    return {"ROW_COL": row_col, "EPS": eps, "ITERATES": iters > 0, "SETTLE": settle}
+    # u and v grow by a factor n in an iteration, at the most, or shrink by n + eps. The largest numbers have 127 bits; of small
+    # matrices, the product of two must be one (`reciprocals`). Where eps is carried in them they begin within 20 bits of 1.
+    bits = (60 if call.sizes["n"] <= 4 else 100) - (20 if eps and not row_col else 0)
+    longest = max(int(bits / max(math.log2(call.sizes["n"] + eps), 1)), 1)
+    return {"ROW_COL": row_col, "EPS": eps, "ITERATES": iters > 0, "SETTLE": longest if iters > longest else 0}
 
 
-def segments(iters: int, longest: int) -> dict[str, Any]:
-    """As few segments as there can be, of nearly the same length."""
-    length = cdiv(iters, cdiv(iters, longest)) if iters else 1
-    return {"H": length, "EVEN": iters % length == 0}
+def segments(steps: int, longest: int) -> dict[str, Any]:
+    """As few segments as there can be, of nearly the same length: H, and for the first of all what is left."""
+    length = cdiv(steps, cdiv(steps, longest)) if steps > 0 else 0
+    return {"H": length, "REST": steps % length if length else 0}
 
 
 def saves(options: Mapping[str, Any]) -> tuple[str, ...]:
@@ -106,19 +107,27 @@ def forward(call: Call, save: bool) -> Plan:
 
 def backward(call: Call, needs: tuple[str, ...]) -> Plan:
     layout, iters, outputs = Layout.of(call, careful=True), call.options["iters"], {"dlogits": call.outputs["R"]}
+    constants = loop(call)
     if call.options["gradient"] == "unrolled":
-        constants = loop(call) | segments(iters, layout.segment)
+        constants |= segments(iters - constants["ROW_COL"], layout.segment)
         launch = layout.launch(backwards.unrolled, ("logits", "dR"), iters, outputs, **constants)
-    else:
-        exact = call.dtypes["logits"] in ("float32", "float64")  # a 16-bit R was rounded, and is better made again
-        launch = layout.launch(backwards.implicit, ("logits", "R", "dR"), iters, outputs, **loop(call), SAVED=exact)
-    return Plan((launch,), ("dlogits",))
+        return Plan((launch,), ("dlogits",))
+    launches: tuple[Launch, ...] = ()
+    R = "R"
+    if call.dtypes["logits"] not in ("float32", "float64"):  # a 16-bit R was rounded, and is better made again
+        R = "P"
+        made = {R: Array(call.outputs["R"].shape, "float64" if layout.double else "float32")}
+        launches += (layout.launch(forwards.forward, ("logits",), iters, made, **constants),)
+    unmasks = constants["ROW_COL"] and call.options["eps"] > 0
+    launches += (layout.launch(implicits.implicit, ("logits", R, "dR"), iters, outputs, solves=True, UNMASKS=unmasks),)
+    return Plan(launches, ("dlogits",))
 
 
 def mhc_bwd_forward(call: Call, save: bool) -> Plan:
     steps = call.options["cg_iters"]
     layout = Layout.of(call, careful=True)
-    launch = layout.launch(backwards.mhc_bwd, ("out", "dout"), steps or 0, call.outputs, DIRECT=steps is None)
+    inputs, direct = ("out", "dout"), steps is None
+    launch = layout.launch(implicits.mhc_bwd, inputs, steps or 0, call.outputs, solves=direct, DIRECT=direct)
     return Plan((launch,), ("dM",))
 
 
