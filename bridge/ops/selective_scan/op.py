@@ -27,11 +27,12 @@ from bridge.language import INTERPRETING, sum_leading, widen
 from bridge.op import Call, Op
 from bridge.ops.selective_scan import backward as backwards
 from bridge.ops.selective_scan import forward as forwards
-from bridge.ops.selective_scan.cases import CASES
+from bridge.ops.selective_scan.cases import CASES, MODELS, SWEEPS
 from bridge.ops.selective_scan.reference import selective_scan as reference
 from bridge.options import Flag
 from bridge.plan import Launch, Plan, cdiv, power_of_two
 from bridge.signature import Array, Dims, Signature
+from bridge.tuning import Tunable
 
 SIGNATURE = """
     x: b t d, delta: b t d, A: d n, B: b t n or b t g n or d n, C: b t n or b t g n or d n,
@@ -40,13 +41,21 @@ SIGNATURE = """
 """
 
 TILE = 8  # steps that are read, and taken backwards, together: their states fit the registers
-AHEAD = 16  # steps that are read together going forward
 LANE = 8  # states of a channel in one lane's registers
-# One-warp programs that fill a large GPU, and how many to aim at where time is cut; of the forward and of the backward pass,
-# whose programs hold more registers.
-FULL, WANTED = 600, 4096
-BACKWARD = dict(full=1000, wanted=2048)
 SHORTEST = 256  # steps in a chunk of time
+
+# ahead: steps that are read together going forward. full: one-warp programs that fill the GPU; wanted: how many to aim at where
+# time is cut. Programs of the backward pass hold more registers.
+TUNABLES = {
+    "forward": {
+        "ahead": Tunable(16, (8, 16)),
+        "full": Tunable(600, (300, 600, 1200)),
+        "wanted": Tunable(4096, (2048, 4096, 8192)),
+    },
+    "backward": {"full": Tunable(1000, (500, 1000, 2000)), "wanted": Tunable(2048, (1024, 2048, 4096))},
+}
+# The most programs, uncut, that a call of these sizes has.
+CLASSES = {"few programs": 256, "some programs": 2048, "many programs": math.inf}
 
 
 @dataclass(frozen=True)
@@ -59,8 +68,8 @@ class Layout:
     n: int
     groups: int = 1
     packed: int | None = None  # how many sequences share the batch
-    full: int = FULL  # programs that are enough
-    wanted: int = WANTED  # programs to reach where they aren't
+    full: int = TUNABLES["forward"]["full"].default  # programs that are enough
+    wanted: int = TUNABLES["forward"]["wanted"].default  # programs to reach where they aren't
 
     @property
     def states(self) -> int:
@@ -102,11 +111,15 @@ class Layout:
         return max(64, 4 * self.states)
 
     @property
+    def programs(self) -> int:
+        """Programs of a call whose time isn't cut."""
+        return max(1, self.b * self.groups * self.blocks)
+
+    @property
     def span(self) -> int:
         """Steps in a chunk, a multiple of the segment. Time is cut only where there are too few programs without: chunks
         cost a pass of their own."""
-        programs = max(1, self.b * self.groups * self.blocks)
-        wanted = 1 if programs >= self.full else max(1, min(cdiv(self.wanted, programs), self.t // SHORTEST))
+        wanted = 1 if self.programs >= self.full else max(1, min(cdiv(self.wanted, self.programs), self.t // SHORTEST))
         return max(1, cdiv(cdiv(self.t, wanted), self.segment)) * self.segment
 
     @property
@@ -252,8 +265,28 @@ def saved(call: Call) -> dict[str, Array]:
     return {"states": passes.array(k.b, cdiv(k.t, k.segment), k.n, k.d)}
 
 
+def size_class(call: Call) -> str:
+    programs = Passes(call).layout.programs
+    return next(name for name, most in CLASSES.items() if programs <= most)
+
+
+def exponentials(call: Call, which: str) -> int:
+    """A decay for each state and step: one going forward, and another where chunks first find their ends. Backward: one to
+    recompute the states, and in each tile one forward and one back."""
+    sizes = call.sizes
+    passes = Passes(call, **cutting(call, "forward"))
+    times = (2 if passes.layout.each > 1 else 1) if which == "forward" else 3
+    return times * sizes["b"] * sizes["t"] * sizes["d"] * sizes["n"]
+
+
+def cutting(call: Call, which: str) -> dict[str, int]:
+    """How a pass cuts time."""
+    tuned = selective_scan.tuned(call, which)
+    return {name: tuned[name] for name in ("full", "wanted")}
+
+
 def forward(call: Call, save: bool) -> Plan:
-    passes = Passes(call)
+    passes, ahead = Passes(call, **cutting(call, "forward")), selective_scan.tuned(call, "forward")["ahead"]
     k = passes.layout
     launches = passes.cuts() + passes.widened()
     if k.each > 1:
@@ -261,7 +294,7 @@ def forward(call: Call, save: bool) -> Plan:
             passes.launch(
                 forwards.chunk_ends, k.chunks, "x delta A B delta_bias cuts", k.cut,
                 {"ends": passes.array(k.chunks, k.n, k.d), "elapsed": passes.array(k.chunks, k.d)},
-                ("GB", "SOFTPLUS", "HAS_BIAS", "PACKED", "R"), TILE=AHEAD,
+                ("GB", "SOFTPLUS", "HAS_BIAS", "PACKED", "R"), TILE=ahead,
             ),
             passes.launch(
                 forwards.chunk_starts, k.sequences, "A initial_state ends elapsed offsets", (k.each,),
@@ -273,14 +306,14 @@ def forward(call: Call, save: bool) -> Plan:
         passes.launch(
             forwards.scan, k.chunks, "x delta A B C D z delta_bias initial_state starts cuts poison", k.cut,
             {**call.outputs, **states},
-            ("GB", "GC", "SOFTPLUS", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED", "R"), TILE=AHEAD, SEGMENT=k.segment if save else 0,
+            ("GB", "GC", "SOFTPLUS", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED", "R"), TILE=ahead, SEGMENT=k.segment if save else 0,
         )
     )  # fmt: skip
     return Plan(tuple(launches), tuple(selective_scan.results(call, save)))
 
 
 def backward(call: Call, needs: tuple[str, ...]) -> Plan:
-    passes = Passes(call, **BACKWARD)
+    passes = Passes(call, **cutting(call, "backward"))
     k = passes.layout
     carry = k.each > 1
     # One chunk a sequence leaves most of a GPU idle, and from the states that were kept every segment can start at once.
@@ -343,6 +376,12 @@ selective_scan = Op(
     backward=backward,
     batch="b",
     packing="cu_seqlens",
+    tunables=TUNABLES,
+    size_classes=tuple(CLASSES),
+    size_class=size_class,
+    exponentials=exponentials,
     cases=CASES,
+    models=MODELS,
+    sweeps=SWEEPS,
     doc=__doc__ or "",
 )

@@ -29,15 +29,21 @@ from bridge.op import Call, Op
 from bridge.ops.sinkhorn import backward as backwards
 from bridge.ops.sinkhorn import forward as forwards
 from bridge.ops.sinkhorn import reference
-from bridge.ops.sinkhorn.cases import CASES, MHC_BWD_CASES
+from bridge.ops.sinkhorn.cases import CASES, MHC_BWD_CASES, MHC_BWD_MODELS, MODELS, SWEEPS
 from bridge.options import Choice, Integer, Real
 from bridge.plan import Launch, Plan, cdiv, power_of_two
 from bridge.signature import ELLIPSIS, Array, Signature
+from bridge.tuning import Tunable
 
 LIMITS = {"n": range(1, 65)}
 IN_LANE = 8  # the largest matrices that lie in the registers of one lane
 ELEMENTS = 8  # of a larger matrix in a lane, at least
 CANCELS = 3  # up to here gradients often are small differences of a few numbers, and float64 is what keeps them right
+
+
+# warps: of a program, where a matrix lies in one lane. (Where lanes share one, warps would, and add up through shared memory.)
+WARPS = {"warps": Tunable(1, (1, 2, 4))}
+SIZE_CLASSES = tuple(f"{side} x {side}" for side in (1, 2, 4, 8, 16, 32, 64))
 
 
 @dataclass(frozen=True)
@@ -47,11 +53,12 @@ class Layout:
     count: int
     n: int
     double: bool
+    warps: int
 
     @classmethod
-    def of(cls, call: Call, careful: bool = False) -> "Layout":
+    def of(cls, call: Call, tuned: Mapping[str, int], careful: bool = False) -> "Layout":
         n = call.sizes["n"]
-        return cls(math.prod(call.sizes.leading), n, "float64" in call.dtypes.values() or (careful and n <= CANCELS))
+        return cls(math.prod(call.sizes.leading), n, "float64" in call.dtypes.values() or (careful and n <= CANCELS), **tuned)
 
     @property
     def side(self) -> int:
@@ -61,12 +68,14 @@ class Layout:
     @property
     def matrices(self) -> int:
         """One a lane, and more of the smallest; else as many as a warp holds, and at least one."""
-        return 32 * max(16 // self.side**2, 1) if self.side <= IN_LANE else max(32 * 2 * ELEMENTS // self.side**2, 1)
+        if self.side <= IN_LANE:
+            return 32 * self.warps * max(16 // self.side**2, 1)
+        return max(32 * 2 * ELEMENTS // self.side**2, 1)
 
     @property
     def num_warps(self) -> int:
-        """One where it can be: warps that share a matrix add up through shared memory."""
-        return 1 if self.side <= IN_LANE else max(self.side**2 // (64 * ELEMENTS), 1)
+        """As few as can be where lanes share a matrix: warps that do add up through shared memory."""
+        return self.warps if self.side <= IN_LANE else max(self.side**2 // (64 * ELEMENTS), 1)
 
     @property
     def segment(self) -> int:
@@ -95,17 +104,23 @@ def segments(iters: int, longest: int) -> dict[str, Any]:
     return {"H": length, "EVEN": iters % length == 0}
 
 
+def size_class(call: Call) -> str:
+    side = power_of_two(call.sizes["n"])
+    return f"{side} x {side}"
+
+
 def saves(options: Mapping[str, Any]) -> tuple[str, ...]:
     return ("R",) if options["gradient"] == "implicit" else ()
 
 
 def forward(call: Call, save: bool) -> Plan:
-    launch = Layout.of(call).launch(forwards.forward, ("logits",), call.options["iters"], call.outputs, **loop(call))
+    launch = Layout.of(call, sinkhorn.tuned(call, "forward")).launch(forwards.forward, ("logits",), call.options["iters"], call.outputs, **loop(call))
     return Plan((launch,), ("R",))
 
 
 def backward(call: Call, needs: tuple[str, ...]) -> Plan:
-    layout, iters, outputs = Layout.of(call, careful=True), call.options["iters"], {"dlogits": call.outputs["R"]}
+    layout = Layout.of(call, sinkhorn.tuned(call, "backward"), careful=True)
+    iters, outputs = call.options["iters"], {"dlogits": call.outputs["R"]}
     if call.options["gradient"] == "unrolled":
         constants = loop(call) | segments(iters, layout.segment)
         launch = layout.launch(backwards.unrolled, ("logits", "dR"), iters, outputs, **constants)
@@ -117,7 +132,7 @@ def backward(call: Call, needs: tuple[str, ...]) -> Plan:
 
 def mhc_bwd_forward(call: Call, save: bool) -> Plan:
     steps = call.options["cg_iters"]
-    layout = Layout.of(call, careful=True)
+    layout = Layout.of(call, mhc_bwd.tuned(call, "forward"), careful=True)
     launch = layout.launch(backwards.mhc_bwd, ("out", "dout"), steps or 0, call.outputs, DIRECT=steps is None)
     return Plan((launch,), ("dM",))
 
@@ -138,7 +153,12 @@ sinkhorn = Op(
     saves=saves,
     backward=backward,
     batch=ELLIPSIS,
+    tunables={"forward": WARPS, "backward": WARPS},
+    size_classes=SIZE_CLASSES,
+    size_class=size_class,
     cases=CASES,
+    models=MODELS,
+    sweeps=SWEEPS,
     doc=__doc__ or "",
 )
 
@@ -150,6 +170,10 @@ mhc_bwd = Op(
     reference=reference.mhc_bwd,
     forward=mhc_bwd_forward,
     batch=ELLIPSIS,
+    tunables={"forward": WARPS},
+    size_classes=SIZE_CLASSES,
+    size_class=size_class,
     cases=MHC_BWD_CASES,
+    models=MHC_BWD_MODELS,
     doc=__doc__ or "",
 )
