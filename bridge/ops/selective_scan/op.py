@@ -274,7 +274,7 @@ def exponentials(call: Call, which: str) -> int:
     """A decay for each state and step: one going forward, and another where chunks first find their ends. Backward: one to
     recompute the states, and in each tile one forward and one back."""
     sizes = call.sizes
-    passes = Passes(call, **cutting(call, "forward"))
+    passes = Passes(call, None, **cutting(call, "forward"))
     times = (2 if passes.layout.each > 1 else 1) if which == "forward" else 3
     return times * sizes["b"] * sizes["t"] * sizes["d"] * sizes["n"]
 
@@ -286,7 +286,7 @@ def cutting(call: Call, which: str) -> dict[str, int]:
 
 
 def forward(call: Call, save: bool) -> Plan:
-    passes, ahead = Passes(call, **cutting(call, "forward")), selective_scan.tuned(call, "forward")["ahead"]
+    passes, ahead = Passes(call, None, **cutting(call, "forward")), selective_scan.tuned(call, "forward")["ahead"]
     k = passes.layout
     launches = passes.cuts() + passes.widened()
     if k.each > 1:
@@ -313,7 +313,7 @@ def forward(call: Call, save: bool) -> Plan:
 
 
 def backward(call: Call, needs: tuple[str, ...]) -> Plan:
-    passes = Passes(call, **cutting(call, "backward"))
+    passes = Passes(call, None, **cutting(call, "backward"))
     k = passes.layout
     carry = k.each > 1
     # One chunk a sequence leaves most of a GPU idle, and from the states that were kept every segment can start at once.

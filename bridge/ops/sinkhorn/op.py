@@ -114,7 +114,9 @@ def saves(options: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def forward(call: Call, save: bool) -> Plan:
-    launch = Layout.of(call, sinkhorn.tuned(call, "forward")).launch(forwards.forward, ("logits",), call.options["iters"], call.outputs, **loop(call))
+    launch = Layout.of(call, sinkhorn.tuned(call, "forward")).launch(
+        forwards.forward, ("logits",), call.options["iters"], call.outputs, **loop(call)
+    )
     return Plan((launch,), ("R",))
 
 
