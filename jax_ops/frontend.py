@@ -88,7 +88,7 @@ class JaxFrontend:
         return Program(lambda pull, cotangent: pull(cotangent), pull, tuple(cotangents) if isinstance(outputs, tuple) else cotangents[0])
 
     def copying(self, size: int) -> Program:
-        return Program(lambda x: x + 1, jnp.zeros(size, jnp.int8))
+        return Program(lambda x: x + 1, jnp.zeros(size // 4, jnp.int32))
 
     def wait(self, results: Any) -> None:
         jax.block_until_ready(results)

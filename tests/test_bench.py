@@ -1,0 +1,265 @@
+"""python -m bridge bench: its arithmetic, what it does when something fails, and a run on small cases."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from common import FRONTENDS, KERNELS, NAMES, OPS, by_name, python
+
+from bridge import __main__ as cli
+from bridge import bench, limits, ops, plot
+from bridge.bench import Bench, Job, Row
+from bridge.frontend import Baseline, Timing
+from bridge.limits import Card
+
+SCAN, SINKHORN = ops["selective_scan"], ops["sinkhorn"]
+MAMBA = Job(SCAN, SCAN.models[0], "bfloat16")  # b 8, t 2048, d 2048, n 16, all inputs in two bytes
+X, BC, A, STATE = 8 * 2048 * 2048, 8 * 2048 * 16, 2048 * 16, 8 * 2048 * 16
+SAVED = 8 * (2048 // 64) * 16 * 2048
+
+
+def test_bytes_of_a_pass():
+    call = bench.full_call(MAMBA)
+    inputs = 2 * (2 * X + A + 2 * BC)
+    outputs = 2 * X + 4 * STATE
+    assert limits.moved(SCAN, call, "forward") == inputs + outputs
+    assert limits.moved(SCAN, call, "training forward") == inputs + outputs + 4 * SAVED
+    assert limits.moved(SCAN, call, "backward") == inputs + 4 * SAVED + outputs + inputs
+    assert limits.made(SCAN, call, "forward") == outputs
+    assert limits.made(SCAN, call, "training forward") == outputs + 4 * SAVED
+    assert limits.made(SCAN, call, "backward") == inputs
+
+
+def test_exponentials_of_a_pass():
+    """One a state and step, and twice as many where time is cut; b t d n / (16 x multiprocessors x clock) is their time."""
+    whole, cut = (bench.full_call(Job(SCAN, case, "float32")) for case in SCAN.models[:2])
+    assert limits.exponentials(SCAN, whole, "training forward") == 16 * X
+    assert limits.exponentials(SCAN, cut, "forward") == 2 * 8192 * 2048 * 16
+    assert limits.exponentials(SINKHORN, bench.full_call(Job(SINKHORN, SINKHORN.models[0], "float32")), "forward") is None
+    assert 16 * X / Card(132, 1.98e9).exponentials == pytest.approx(0.128e-3, rel=0.01)
+
+
+@pytest.mark.parametrize("op", OPS, ids=by_name)
+def test_the_full_call_has_the_sizes_of_its_case(op):
+    for case in (*op.cases, *op.models):
+        call = bench.full_call(Job(op, case, "float32"))
+        sizes = {dim: size for dim, size in case.sizes.items() if dim in call.sizes}
+        assert {dim: call.sizes[dim] for dim in sizes} == sizes
+        assert call.sizes.leading == case.sizes.get("...", ())
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS, ids=by_name)
+def test_inputs_repeat_their_period(frontend):
+    case = replace(SCAN.models[0], sizes=dict(b=3, t=1024, d=5, n=2, g=1))
+    call, inputs, (cotangent,) = bench.draw(Job(SCAN, case, "float32"), frontend)
+    assert {name: tuple(x.shape) for name, x in inputs.items()} == {name: a.shape for name, a in call.given.items() if a}
+    assert tuple(cotangent.shape) == (3, 1024, 5)
+    x = frontend.numpy(inputs["x"])
+    assert np.array_equal(x, np.tile(x[:1, :512], (3, 2, 1)))
+    assert len(np.unique(x[0, :512])) > 2000
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS, ids=by_name)
+def test_prepared_passes_are_the_passes(frontend):
+    """What is timed gives what the op gives, outputs and every gradient."""
+    job = Job(SINKHORN, SINKHORN.cases[0], "float32")
+    call, inputs, cotangents = bench.draw(job, frontend)
+    outputs, gradients = frontend.run(SINKHORN, inputs, {}, cotangents, "reference")
+
+    def function(**inputs):
+        return frontend.function(SINKHORN)(**inputs, backend="reference")
+
+    for which, expected in (("forward", outputs), ("backward", gradients.values())):
+        made = bench.arrays(frontend.prepare(function, inputs, cotangents, which)())
+        for a, b in zip(made, expected, strict=True):
+            np.testing.assert_allclose(frontend.numpy(a), frontend.numpy(b), rtol=1e-5, atol=1e-7)
+    training = frontend.prepare(function, inputs, cotangents, "training forward")
+    made = training()
+    frontend.wait(made)
+    timing = frontend.time(training, 1e-3)
+    assert 0 < timing.seconds < 10
+
+
+@pytest.mark.skipif("jax" not in NAMES, reason="needs JAX")
+def test_calls_in_one_program_are_all_there():
+    """Eight calls with a kernel each hold eight kernels, or the time would be that of fewer."""
+    import jax
+    import jax.numpy as jnp
+
+    from jax_ops.program import Program
+
+    def kernel(x):
+        return jax.pure_callback(lambda x: np.asarray(x) + 1, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    program = Program(kernel, jnp.zeros(3))
+    made = program.together(8)(*program.arguments)
+    assert len(made) == 8
+    assert all(float(x[0]) == 1 for x in made)
+    assert program.together(8).as_text().count("custom_call_target") == 8 * program.once.as_text().count("custom_call_target")
+
+
+class Clock:
+    """A frontend's stand-in on which everything takes a millisecond."""
+
+    name, gpu = "torch", True
+
+    def __init__(self, baselines=(), error=None, factor=1.0):
+        self.others, self.error, self.factor = baselines, error, factor
+
+    def card(self):
+        return ""
+
+    def array(self, value, dtype):
+        return np.asarray(value, np.float32)
+
+    def tile(self, array, repeats):
+        return np.tile(array, repeats)
+
+    def numpy(self, array):
+        return array
+
+    def function(self, op):
+        return lambda logits, **_: self.factor * logits
+
+    def prepare(self, function, inputs, cotangents, which):
+        if self.error and which == "backward":
+            raise self.error
+        return lambda: function(**inputs)
+
+    def copying(self, size):
+        return None
+
+    def time(self, call, seconds):
+        return Timing(1e-3)
+
+    def peak(self, call):
+        return 7
+
+    def host_time(self, function, inputs):
+        return 2e-5
+
+    def free(self):
+        pass
+
+    def baselines(self, op):
+        return list(self.others)
+
+
+SMALL = Job(SINKHORN, SINKHORN.cases[0], "float32")
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """As if kernels were compiled here."""
+    monkeypatch.setattr(bench, "choose", lambda *_: ("triton", ""))
+
+
+def run(clock):
+    return list(Bench([clock]).run(SMALL))
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_row_has_its_shares(monkeypatch):
+    monkeypatch.setattr(limits, "card", lambda: Card(100, 1e9))
+    found = run(Clock())
+    assert [row.which for row in found] == list(limits.PASSES)
+    forward = found[0]
+    assert forward.copy_share == pytest.approx(forward.moved / (2 * bench.COPIED))
+    assert (forward.peak, forward.host, forward.exponential_share) == (7, 2e-5, None)
+    assert found[1].host is None
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_baseline_that_differs_is_not_timed():
+    right = Baseline("right", lambda logits: logits)
+    wrong = Baseline("wrong", lambda logits: 1.01 * logits)
+    other = Baseline("layout", lambda logits: logits, lambda name, x: np.swapaxes(x, 0, 1), lambda x: np.swapaxes(x, 0, 1))
+    absent = Baseline("elsewhere", lambda logits: logits, refuse=lambda call: "not for this")
+    broken = Baseline("broken", lambda logits: 1 / 0)
+    nan = Baseline("nan", lambda logits: logits * math.nan)
+    found = {(row.by, row.which): row for row in run(Clock([right, wrong, other, absent, broken, nan]))}
+    assert found["right", "backward"].seconds
+    assert found["layout", "forward"].seconds
+    for name, note in (
+        ("wrong", "differ by 1e-02"),
+        ("elsewhere", "not for this"),
+        ("broken", "ZeroDivisionError"),
+        ("nan", "differ by inf"),
+    ):
+        assert note in found[name, "forward"].note
+        assert found[name, "forward"].seconds is None
+    assert not any(row.failed for row in found.values())
+
+
+@pytest.mark.usefixtures("compiled")
+def test_what_fails_is_told_with_an_exit_status(monkeypatch, capsys):
+    monkeypatch.setattr(cli, "load", lambda name: Clock(error=RuntimeError("out of memory")))
+    assert cli.main(["bench", "--op", "sinkhorn", "--case", "base", "--dtype", "float32", "--alone", "--frontend", NAMES[0]]) == 1
+    printed = capsys.readouterr().out
+    assert "out of memory" in printed
+    assert "1 measurements failed" in printed
+
+
+def test_bench(tmp_path):
+    """A small case in every frontend, in a process that wasn't started for the interpreter; and its file shown again."""
+    file = tmp_path / "bench.json"
+    names = ["--op", "selective_scan_step", "--case", "base", "--dtype", "float32", "--alone"]
+    done = python("-m", "bridge", "bench", *names, "--json", str(file), env={"TRITON_INTERPRET": "", "BRIDGE_BACKEND": ""})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\x1b" not in done.stdout
+    found = json.loads(file.read_text())
+    assert [(row["frontend"], row["which"]) for row in found["rows"]] == [(name, which) for name in NAMES for which in limits.PASSES]
+    assert all(row["seconds"] > 0 for row in found["rows"])
+    assert all(found["environment"]["frontends"][name]["versions"] for name in NAMES)
+    assert found["command"].startswith("python -m bridge bench --op selective_scan_step")
+    if KERNELS == "interpret":
+        assert "No GPU: small cases on backend 'reference'" in done.stdout
+        assert "GB/s" not in done.stdout
+    assert cli.main(["bench", "--from", str(file)]) == 0
+
+
+def test_what_can_not_be_run_is_refused(capsys):
+    assert cli.main(["bench", "--case", "no such case", "--frontend", NAMES[0]]) == 2
+    assert "no case 'no such case'" in capsys.readouterr().out
+    if KERNELS == "interpret":
+        assert cli.main(["bench", "--tune", "--frontend", NAMES[0]]) == 2
+        assert "needs a GPU" in capsys.readouterr().out
+
+
+def series(sweep="t", by=bench.OURS):
+    times = {1024: 1.0, 4096: 1.2, 262144: 1.5}
+    return [Row("selective_scan", f"t = {t}", sweep, t, "bfloat16", "forward", "torch", by, "triton", seconds=s) for t, s in times.items()]
+
+
+def test_growth_is_of_the_longest_over_the_shortest():
+    assert bench.growth([*reversed(series()), *series("b"), *series(by="mamba_ssm")]) == {
+        "selective_scan, torch, bfloat16, forward": pytest.approx(1.5)
+    }
+
+
+def test_sweeps_hold_the_number_of_elements():
+    assert {case.sizes["b"] * case.sizes["t"] * case.sizes["d"] for case in SCAN.sweeps["t"]} == {2**25}
+    assert [case.sizes["t"] for case in SCAN.sweeps["t"]][::4] == [1024, 262144]
+
+
+def test_lines_of_a_plot():
+    rows = [vars(row) for row in (*series()[::-1], replace(series()[0], seconds=None), *series("b"))]
+    assert plot.lines(rows, "selective_scan", "t") == {
+        ("kernel-bridge (torch)", "forward"): [(1024, 1000.0), (4096, 1200.0), (262144, 1500.0)]
+    }
+
+
+def test_plots(tmp_path):
+    rows = [vars(row) for row in series()]
+    with pytest.raises(ValueError if _matplotlib() else ImportError):
+        plot.draw([], tmp_path)
+    if _matplotlib():
+        assert [file.name for file in plot.draw(rows, tmp_path)] == ["selective_scan_t.svg"]
+
+
+def _matplotlib():
+    from importlib.util import find_spec
+
+    return find_spec("matplotlib") is not None
