@@ -145,7 +145,7 @@ class Bench:
                     yield replace(row, note=f"its results differ by {difference:.0e}: not timed")
                     continue
                 _, inputs, cotangents = draw(job, frontend)
-                prepared = frontend.prepare(baseline.function, enter(baseline, inputs), enter_results(baseline, cotangents), which)
+                prepared = other(job, frontend, baseline, inputs, cotangents, which)
                 yield self._timed(row, frontend, prepared, full, job.op)
             except Exception as error:  # of others' code: memory that runs out, kernels that don't compile
                 yield replace(row, note=brief(error))
@@ -159,7 +159,7 @@ class Bench:
             function, worst = partial(frontend.function(job.op), **job.case.options), 0.0
             for which in passes_of(job.op):
                 ours = frontend.prepare(function, inputs, cotangents, which)()
-                theirs = frontend.prepare(baseline.function, enter(baseline, inputs), enter_results(baseline, cotangents), which)()
+                theirs = other(job, frontend, baseline, inputs, cotangents, which)()
                 for a, b in zip(arrays(theirs), arrays(ours), strict=True):
                     difference = errors(frontend.numpy(baseline.leave(a)), frontend.numpy(b))[0]
                     worst = max(worst, difference) if difference == difference else math.inf
@@ -240,12 +240,11 @@ def draw(job: Job, frontend: Frontend) -> tuple[Call, dict[str, Any], list[Any]]
     return call, inputs, cotangents
 
 
-def enter(baseline: Baseline, inputs: dict[str, Any]) -> dict[str, Any]:
-    return {name: baseline.enter(name, array) for name, array in inputs.items()}
-
-
-def enter_results(baseline: Baseline, cotangents: list[Any]) -> list[Any]:
-    return [baseline.enter("", array) for array in cotangents]
+def other(job: Job, frontend: Frontend, baseline: Baseline, inputs: dict[str, Any], cotangents: list[Any], which: str) -> Any:
+    """A pass of a baseline, prepared."""
+    entered = {name: baseline.enter(name, array) for name, array in inputs.items()}
+    function = partial(baseline.function, **job.case.options)
+    return frontend.prepare(function, entered, [baseline.enter("", array) for array in cotangents], which)
 
 
 def arrays(results: Any) -> list[Any]:

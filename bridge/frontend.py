@@ -25,8 +25,8 @@ class Timing:
 
 @dataclass(frozen=True)
 class Baseline:
-    """Something else that computes an op, to be timed beside it: function(**inputs) takes the op's inputs after `enter`, each
-    array by itself, and gives y or its like, of which `leave` makes the op's. refuse(call) says why a call is not for it."""
+    """Something else that computes an op, to be timed beside it: function(**inputs, **options) takes the op's inputs, each after
+    enter(name, array), and gives outputs of which `leave` makes the op's. refuse(call) says why a call is not for it."""
 
     name: str
     function: Callable[..., Any]

@@ -82,8 +82,13 @@ class JaxFrontend:
         def training(floats):
             return jax.vjp(lambda floats: function(**{**inputs, **floats}), floats)
 
+        def kept(floats):
+            # Inputs are kept as they are: as results of a program they would be copied.
+            given = set(map(id, jax.tree.leaves(floats)))
+            return [x for x in jax.tree.leaves(training(floats)) if id(x) not in given]
+
         if which == "training forward":
-            return Program(training, floats)
+            return Program(kept, floats)
         outputs, pull = jax.jit(training)(floats)
         return Program(lambda pull, cotangent: pull(cotangent), pull, tuple(cotangents) if isinstance(outputs, tuple) else cotangents[0])
 

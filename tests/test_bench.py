@@ -65,7 +65,7 @@ def test_inputs_repeat_their_period(frontend):
 def test_prepared_passes_are_the_passes(frontend):
     """What is timed gives what the op gives, outputs and every gradient."""
     job = Job(SINKHORN, SINKHORN.cases[0], "float32")
-    call, inputs, cotangents = bench.draw(job, frontend)
+    _, inputs, cotangents = bench.draw(job, frontend)
     outputs, gradients = frontend.run(SINKHORN, inputs, {}, cotangents, "reference")
 
     def function(**inputs):
@@ -98,6 +98,41 @@ def test_calls_in_one_program_are_all_there():
     assert len(made) == 8
     assert all(float(x[0]) == 1 for x in made)
     assert program.together(8).as_text().count("custom_call_target") == 8 * program.once.as_text().count("custom_call_target")
+
+
+@pytest.mark.skipif("jax" not in NAMES, reason="needs JAX")
+def test_nothing_is_copied_to_be_kept():
+    """What the forward pass of training hands on is the outputs and the saved states, and none of its own inputs."""
+    from jax_ops.frontend import frontend
+
+    case = replace(SCAN.models[0], sizes=dict(b=2, t=8, d=16, n=4, g=1))
+    call, inputs, cotangents = bench.draw(Job(SCAN, case, "float32"), frontend)
+    made = frontend.prepare(frontend.function(SCAN), inputs, cotangents, "training forward")()
+    shapes = sorted(tuple(x.shape) for x in made)
+    assert shapes == sorted([call.outputs["y"].shape, *(a.shape for a in SCAN.saved(call).values())])
+
+
+class Driver:
+    """As much of CUDA's driver as tells of a card."""
+
+    def cuInit(self, flags):
+        return 0
+
+    def cuDeviceGet(self, handle, device):
+        handle._obj.value = 40 + device
+        return 0
+
+    def cuDeviceGetAttribute(self, value, attribute, handle):
+        assert handle.value == 40
+        value._obj.value = {16: 132, 13: 1_980_000}[attribute]
+        return 0
+
+
+def test_the_driver_is_asked_for_the_card(monkeypatch):
+    monkeypatch.setattr(limits.ctypes, "CDLL", lambda name: Driver())
+    assert limits.card() == Card(132, 1.98e9)
+    monkeypatch.setattr(Driver, "cuInit", lambda self, flags: 100)
+    assert limits.card() is None
 
 
 class Clock:

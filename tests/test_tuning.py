@@ -135,6 +135,22 @@ def test_a_frontend_asks_for_its_card(frontend, monkeypatch):
     assert len(asked) == 2
 
 
+@pytest.mark.parametrize(
+    ("op", "which", "size_class", "values"),
+    [(ops["sinkhorn"], "forward", "4 x 4", {"warps": 4}), (SCAN, "forward", "few programs", {"ahead": 8})],
+    ids=["warps", "ahead"],
+)
+def test_results_do_not_depend_on_a_table(op, which, size_class, values):
+    """One of the frontends is enough: they run the same plans."""
+    frontend, case = FRONTENDS[0], op.cases[0]
+    inputs = parity.given(frontend, case.inputs(), "float32")
+    function = frontend.function(op)
+    with_default = function(**inputs, **case.options, backend=parity.backends(frontend.gpu)[0])
+    with tuning.trial(table(op, which, size_class, **values)):
+        with_values = function(**inputs, **case.options, backend=parity.backends(frontend.gpu)[0])
+    np.testing.assert_allclose(frontend.numpy(with_values), frontend.numpy(with_default), rtol=1e-5, atol=1e-6)
+
+
 def test_plans_are_kept_by_card():
     call = replace(LONG, card="some card")
     assert SCAN.forward_plan(call, True) is SCAN.forward_plan(replace(LONG, card="some card"), True)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._functorch import config
 
 from bridge.frontend import Baseline
 from bridge.op import Call, Op
@@ -57,13 +58,13 @@ def flag_gems(op: Op) -> Baseline | None:
 
 def compiled(op: Op) -> Baseline:
     """torch.compile of the reference. Calls are timed more than once on one graph, so nothing of it may be given away."""
-    torch._functorch.config.donated_buffer = False
+    config.donated_buffer = False
     return Baseline("torch.compile", torch.compile(reference(op), dynamic=False))
 
 
 def compiled_step(op: Op) -> Baseline:
     """torch.compile of one step, in a loop: it unrolls loops, and one over time is too long for that."""
-    torch._functorch.config.donated_buffer = False
+    config.donated_buffer = False
 
     @torch.compile(dynamic=False)
     def step(h, x, delta, A, B, C):

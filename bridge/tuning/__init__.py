@@ -42,7 +42,12 @@ def kind(device: str) -> str:
 
     It names a card's file. Within `trial`, the kind is that trial, whatever the card.
     """
-    return _trial or re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
+    return _trial or _normal(device)
+
+
+@cache  # every call of an op comes by
+def _normal(device: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", device.lower()).strip("_")
 
 
 def path(kind: str) -> Path:
