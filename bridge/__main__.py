@@ -36,13 +36,13 @@ def main(arguments: list[str] | None = None) -> int:
     check.add_argument("--all", action="store_true", help="a row for every output and gradient, not just the worst of each run")
     speed = commands.add_parser("bench", parents=[both], help="speed, beside what else is installed", description=bench.__doc__)
     speed.add_argument("--op", choices=list(ops), help="only this op")
-    speed.add_argument("--case", metavar="NAME", help="only this case of an op; small ones too")
+    speed.add_argument("--case", action="append", default=[], metavar="NAME", help="only this case, small ones too; again for more")
     speed.add_argument("--dtype", choices=list(parity.BOUNDS), help=f"only this dtype; else {' and '.join(bench.DTYPES)}")
     speed.add_argument("--frontend", choices=list(MODULES), help="only this frontend")
     speed.add_argument("--alone", action="store_true", help="nothing but our own")
-    speed.add_argument("--sweep", action="store_true", help="also series in which one size grows (on a GPU)")
+    speed.add_argument("--sweep", action="store_true", help="instead of models, series in which one size grows")
     speed.add_argument("--compile", action="store_true", help="also the first call in a new process, for the first case of each op")
-    speed.add_argument("--plot", type=Path, metavar="DIR", help="draw the series there; measures them, as --sweep does")
+    speed.add_argument("--plot", type=Path, metavar="DIR", help="draw the series there, those of --sweep or --from")
     speed.add_argument("--from", type=Path, dest="source", metavar="FILE", help="measure nothing: show what --json has written")
     speed.add_argument("--tune", action="store_true", help="measure the candidates of block sizes, and write this GPU's table")
     speed.add_argument("--first", action="store_true", help=argparse.SUPPRESS)  # what --compile runs
@@ -145,7 +145,7 @@ def run_bench(options: argparse.Namespace, console: Console) -> int:
     frontends = [load(name) for name in names]
     gpu = any(f.gpu for f in frontends)
     try:
-        jobs = bench.jobs(gpu, options.op, options.case, options.dtype, gpu and (options.sweep or options.plot is not None))
+        jobs = bench.jobs(gpu, options.op, options.case, options.dtype, options.sweep or options.plot is not None)
     except ValueError as error:
         console.print(f"[red]{escape(str(error))}[/]")
         return 2

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -83,17 +83,26 @@ class First:
     backward: float | None
 
 
-def jobs(gpu: bool, op: str | None = None, case: str | None = None, dtype: str | None = None, sweeps: bool = False) -> list[Job]:
-    """What is to be run. Raises ValueError where nothing is."""
-    dtypes = (dtype,) if dtype else DTYPES if gpu else ("float32",)
-    found = []
-    for each in (ops[op],) if op else ops.values():
-        cases = (*each.models, *(each.cases if case else ())) if gpu else each.cases if case else each.cases[:1]
-        found += [Job(each, c, d) for c in cases for d in dtypes if case in (None, c.name)]
-        if sweeps and not case:
-            found += [Job(each, c, dtypes[0], name) for name, series in each.sweeps.items() for c in series]
-    if not found:
-        raise ValueError(f"no case {case!r}" if case else f"{op} has no sizes for a GPU: name one of its cases with --case")
+def jobs(gpu: bool, op: str | None = None, cases: Sequence[str] = (), dtype: str | None = None, sweep: bool = False) -> list[Job]:
+    """What is to be run: the cases that are named, or the series, or else what users run (on a GPU) or the first small case.
+
+    Raises ValueError where that is nothing.
+    """
+    chosen, dtypes = [ops[op]] if op else list(ops.values()), (dtype,) if dtype else DTYPES if gpu else ("float32",)
+    if sweep and not gpu:
+        raise ValueError("series are for a GPU")
+    if sweep:
+        found = [Job(o, c, dtypes[0], name) for o in chosen for name, series in o.sweeps.items() for c in series]
+    elif cases:
+        found = [Job(o, c, d) for o in chosen for c in (*o.models, *o.cases) for d in dtypes if c.name in cases]
+    else:
+        found = [Job(o, c, d) for o in chosen for c in (o.models if gpu else o.cases[:1]) for d in dtypes]
+    missing = set(cases) - {job.case.name for job in found}
+    if missing or not found:
+        known = ", ".join(repr(c.name) for o in chosen for c in (*o.models, *o.cases))
+        raise ValueError(
+            f"no case named {', '.join(map(repr, missing))}, but {known}" if missing else f"nothing of {op} to run: name a case"
+        )
     return found
 
 

@@ -22,8 +22,10 @@ def draw(rows: Sequence[Mapping[str, Any]], folder: Path) -> list[Path]:
     for op, sweep in series:
         figure = Figure(figsize=(8, 5), layout="constrained")
         axes = figure.subplots()
-        for (label, which), points in lines(rows, op, sweep).items():
-            axes.plot(*zip(*points, strict=True), STYLES[which], marker=".", label=f"{label}, {which}")
+        found = lines(rows, op, sweep)
+        who = list(dict.fromkeys(label for label, _ in found))
+        for (label, which), points in found.items():  # a colour for each, a dash for each pass
+            axes.plot(*zip(*points, strict=True), STYLES[which], color=f"C{who.index(label)}", marker=".", label=f"{label}, {which}")
         axes.set(xscale="log", yscale="log", xlabel=LABELS[sweep], ylabel="milliseconds", title=op)
         axes.set_xscale("log", base=2)
         axes.grid(which="both", alpha=0.3)

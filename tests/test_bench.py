@@ -97,6 +97,7 @@ def test_calls_in_one_program_are_all_there():
     made = program.together(8)(*program.arguments)
     assert len(made) == 8
     assert all(float(x[0]) == 1 for x in made)
+    assert program.time(1e-2, 1e-4, gpu=True).seconds > 0
     assert program.together(8).as_text().count("custom_call_target") == 8 * program.once.as_text().count("custom_call_target")
 
 
@@ -133,6 +134,53 @@ def test_the_driver_is_asked_for_the_card(monkeypatch):
     assert limits.card() == Card(132, 1.98e9)
     monkeypatch.setattr(Driver, "cuInit", lambda self, flags: 100)
     assert limits.card() is None
+
+
+@pytest.mark.skipif("torch" not in NAMES, reason="needs PyTorch")
+@pytest.mark.parametrize(("late", "starved"), [(False, False), (True, True)])
+def test_events_around_each_call(monkeypatch, late, starved):
+    """The median of what events say; and whether the device was awake before the host had started all calls."""
+    import torch
+
+    from torch_ops.frontend import frontend
+
+    events, slept, times = [], [], iter([3.0, 1.0, 2.0])
+
+    class Event:
+        def __init__(self, enable_timing=False):
+            events.append(self)
+
+        def record(self):
+            self.recorded = True
+
+        def query(self):
+            return late
+
+        def elapsed_time(self, end):
+            assert self.recorded
+            assert end.recorded
+            return next(times)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "_sleep", slept.append)
+    monkeypatch.setattr(type(frontend), "wait", lambda self, results=None: None)
+    calls = []
+    assert frontend._device_time(lambda: calls.append(1), 3, 1.5e-3) == Timing(2e-3, starved)
+    assert len(calls) == 3
+    assert len(events) == 7
+    assert slept[0] >= 2e9 * 3 * 1.5e-3
+
+
+def test_jobs():
+    assert {(job.op.name, job.case.name) for job in bench.jobs(True)} == {(op.name, case.name) for op in OPS for case in op.models}
+    assert {job.dtype for job in bench.jobs(True)} == set(bench.DTYPES)
+    assert [job.case.name for job in bench.jobs(False)] == [op.cases[0].name for op in OPS]
+    assert [(job.sweep, job.case) for job in bench.jobs(True, "sinkhorn", sweep=True)] == [("count", c) for c in SINKHORN.sweeps["count"]]
+    assert [job.case.name for job in bench.jobs(False, cases=["text"], op="sinkhorn")] == ["text"]
+    with pytest.raises(ValueError, match="nothing of selective_scan_step to run"):
+        bench.jobs(True, "selective_scan_step")
+    with pytest.raises(ValueError, match="for a GPU"):
+        bench.jobs(False, sweep=True)
 
 
 class Clock:
@@ -257,7 +305,7 @@ def test_bench(tmp_path):
 
 def test_what_can_not_be_run_is_refused(capsys):
     assert cli.main(["bench", "--case", "no such case", "--frontend", NAMES[0]]) == 2
-    assert "no case 'no such case'" in capsys.readouterr().out
+    assert "no case named 'no such case'" in capsys.readouterr().out
     if KERNELS == "interpret":
         assert cli.main(["bench", "--tune", "--frontend", NAMES[0]]) == 2
         assert "needs a GPU" in capsys.readouterr().out

@@ -21,9 +21,9 @@ Values = dict[str, int]
 
 
 def classes(op: Op, dtype: str) -> dict[str, list[Case]]:
-    """The sizes for a GPU, by class."""
+    """The sizes that users run, by class."""
     found: dict[str, list[Case]] = {}
-    for case in (*op.models, *(case for series in op.sweeps.values() for case in series)):
+    for case in op.models:
         found.setdefault(op.size_class(full_call(Job(op, case, dtype))), []).append(case)
     return found
 
