@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bridge import bench, info, parity, plot
+from bridge import bench, info, parity, plot, tuning
 from bridge.case import Case
 from bridge.frontend import MODULES, Frontend, installed, load
 from bridge.language import INTERPRETING
@@ -43,7 +43,14 @@ def main(arguments: list[str] | None = None) -> int:
     speed.add_argument("--sweep", action="store_true", help="instead of models, series in which one size grows")
     speed.add_argument("--compile", action="store_true", help="also the first call in a new process, for the first case of each op")
     speed.add_argument("--plot", type=Path, metavar="DIR", help="draw the series there, those of --sweep or --from")
-    speed.add_argument("--from", type=Path, dest="source", metavar="FILE", help="measure nothing: show what --json has written")
+    speed.add_argument(
+        "--from",
+        type=Path,
+        action="append",
+        dest="sources",
+        metavar="FILE",
+        help="measure nothing: show what --json has written; again for more",
+    )
     speed.add_argument("--tune", action="store_true", help="measure the candidates of block sizes, and write this GPU's table")
     speed.add_argument("--first", action="store_true", help=argparse.SUPPRESS)  # what --compile runs
     commands.add_parser("info", parents=[both], help="versions, devices, and which backend will run", description=info.__doc__)
@@ -134,10 +141,10 @@ def error_table(op: str, rows: list[parity.Row], every: bool) -> Table:
 
 
 def run_bench(options: argparse.Namespace, console: Console) -> int:
-    if options.source:
-        found = json.loads(options.source.read_text())
-        shown = [bench.Row(**row) for row in found["rows"]]
-        return show_bench(shown, [bench.First(**first) for first in found["first_calls"]], options, console)
+    if options.sources:
+        found = [json.loads(source.read_text()) for source in options.sources]
+        shown = [bench.Row(**row) for each in found for row in each["rows"]]
+        return show_bench(shown, [bench.First(**first) for each in found for first in each["first_calls"]], options, console)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the memory that torch needs too
     names = [options.frontend] if options.frontend else installed()
     if not names:
@@ -181,7 +188,10 @@ def run_tune(options: argparse.Namespace, frontends: list[Frontend], console: Co
     if frontend is None:
         console.print("[red]--tune needs a GPU[/]")
         return 2
-    chosen = [ops[options.op]] if options.op else [op for op in ops.values() if op.tunables]
+    if not os.access(tuning.FOLDER, os.W_OK):  # before all the measuring
+        console.print(f"[red]--tune writes to {tuning.FOLDER}, and may not[/]")
+        return 2
+    chosen = [ops[options.op]] if options.op else list(ops.values())
     with progress_bar(console) as progress:
         task = progress.add_task("")
         told = frontend.versions() | {"triton": info.gather()["triton"]}

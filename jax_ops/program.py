@@ -12,10 +12,11 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from bridge.frontend import Timing
 
-TOGETHER = 8  # calls in a program
+TOGETHER = 4  # calls in a program
 STARTED = 16  # programs in flight at a time, at most; beyond 32 JAX waits
 SHORT = 2e-3  # seconds below which a call is worth putting together with others
 KERNELS = "custom_call_target"
@@ -39,35 +40,31 @@ class Program:
         found = self.once.memory_analysis()
         return found and found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
 
-    def together(self, times: int) -> Any:
-        """Several calls in one program. All results are returned, and a barrier before each call makes its arguments new to the
-        compiler, so that it can't take two calls for one."""
+    def together(self, times: int) -> tuple[Any, list[Any]]:
+        """Several calls in one program, and their arguments: each has a copy of its own, or the compiler would take them for one
+        call. (It looks through optimization barriers.)"""
 
-        def several(*arguments):
-            made: list[Any] = []
-            for _ in range(times):
-                arguments, last = jax.lax.optimization_barrier((arguments, made[-1:]))
-                made[-1:] = last
-                made.append(self.function(*arguments))
-            return made
+        def several(each):
+            return [self.function(*arguments) for arguments in each]
 
-        compiled = jax.jit(several).lower(*self.arguments).compile()
+        each = [jax.tree.map(jnp.copy, self.arguments) for _ in range(times)]
+        compiled = jax.jit(several).lower(each).compile()
         kernels, expected = compiled.as_text().count(KERNELS), times * self.once.as_text().count(KERNELS)
         if kernels < expected:
             raise RuntimeError(f"{times} calls in one program should hold {expected} kernels, and hold {kernels}")
-        return compiled
+        return compiled, [each]
 
     def time(self, seconds: float, rough: float, gpu: bool) -> Timing:
         """The time of a call, which takes about `rough` seconds: the median of three rounds, on a GPU of many calls each."""
         times = TOGETHER if gpu and rough < SHORT else 1
-        run = self.together(times) if times > 1 else self.once
+        run, arguments = self.together(times) if times > 1 else (self.once, self.arguments)
         count = min(max(int(seconds / 3 / (times * rough)), 1), STARTED) if gpu else 1
-        jax.block_until_ready(run(*self.arguments))
+        jax.block_until_ready(run(*arguments))
         totals, starved = [], False
         for _ in range(3):
             begun = time.perf_counter()
             for _ in range(count):
-                made = run(*self.arguments)
+                made = run(*arguments)
             started = time.perf_counter() - begun
             jax.block_until_ready(made)
             totals.append(time.perf_counter() - begun)

@@ -75,6 +75,14 @@ def test_a_tile_of_a_table_reaches_the_kernel(folder):
     assert tiles == [{16}, {8}]
 
 
+def test_warps_of_a_table_have_matrices_of_their_own(folder):
+    write(folder, "fast", {"sinkhorn": {"forward": {"4 x 4": {"warps": 4}, "16 x 16": {"warps": 4}}}})
+    for side, expected in ((4, [(1, 32), (4, 128)]), (16, [(1, 2), (1, 2)])):
+        call = full_call(Job(ops["sinkhorn"], next(c for c in ops["sinkhorn"].models if c.sizes["n"] == side), "float32"))
+        launches = [ops["sinkhorn"].forward_plan(replace(call, card=card), False).launches[0] for card in ("", "fast")]
+        assert [(launch.num_warps, launch.constants["S"]) for launch in launches] == expected
+
+
 WRONG = {
     "nothing to tune in 'sideways'": table(which="sideways", wanted=2048),
     "no sizes 'all programs'": table(size_class="all programs", wanted=2048),
