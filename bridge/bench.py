@@ -126,7 +126,11 @@ class Bench:
             frontend.free()
 
     def _ours(self, job: Job, frontend: Frontend) -> Iterator[Row]:
-        call, inputs, cotangents = draw(job, frontend)
+        try:
+            call, inputs, cotangents = draw(job, frontend)
+        except Exception as error:
+            yield replace(self._row(job, frontend, OURS, "forward", full_call(job)), note=brief(error), failed=True)
+            return
         function = partial(frontend.function(job.op), **job.case.options)
         for which in limits.PASSES if job.op.backward else ("forward",):
             row = self._row(job, frontend, OURS, which, call)
@@ -135,7 +139,7 @@ class Bench:
                 row = self._timed(row, frontend, prepared, call, job.op)
                 if frontend.gpu and which == "forward":
                     row = replace(row, host=frontend.host_time(function, inputs))
-            except Exception as error:
+            except Exception as error:  # the others are still worth knowing
                 row = replace(row, note=brief(error), failed=True)
             yield row
 

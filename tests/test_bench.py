@@ -182,6 +182,17 @@ def test_events_around_each_call(monkeypatch, late, starved):
     assert slept[0] >= 2e9 * 3 * 1.5e-3
 
 
+@pytest.mark.usefixtures("compiled")
+def test_inputs_that_do_not_fit_fail_one_job(monkeypatch):
+    def full(self, array, repeats):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(Clock, "tile", full)
+    (row,) = run(Clock())
+    assert row.failed
+    assert row.note == "MemoryError: no room"
+
+
 def test_jobs():
     assert {(job.op.name, job.case.name) for job in bench.jobs(True)} == {(op.name, case.name) for op in OPS for case in op.models}
     assert {job.dtype for job in bench.jobs(True)} == set(bench.DTYPES)
