@@ -1,4 +1,4 @@
-"""python -m bridge parity | info"""
+"""python -m bridge parity | bench | info"""
 
 import argparse
 import json
@@ -8,12 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from bridge import info, parity
+from bridge import bench, info, parity, plot, tuning
 from bridge.case import Case
-from bridge.frontend import MODULES, installed, load
+from bridge.frontend import MODULES, Frontend, installed, load
 from bridge.language import INTERPRETING
 from bridge.op import Op
 from bridge.ops import ops
@@ -33,17 +34,45 @@ def main(arguments: list[str] | None = None) -> int:
     check.add_argument("--dtype", choices=list(parity.BOUNDS), help="only this dtype, and all cases in it")
     check.add_argument("--seed", type=int, default=0, help="for other random inputs")
     check.add_argument("--all", action="store_true", help="a row for every output and gradient, not just the worst of each run")
+    speed = commands.add_parser("bench", parents=[both], help="speed, beside what else is installed", description=bench.__doc__)
+    speed.add_argument("--op", choices=list(ops), help="only this op")
+    speed.add_argument("--case", action="append", default=[], metavar="NAME", help="only this case, small ones too; again for more")
+    speed.add_argument("--dtype", choices=list(parity.BOUNDS), help=f"only this dtype; else {' and '.join(bench.DTYPES)}")
+    speed.add_argument("--frontend", choices=list(MODULES), help="only this frontend")
+    speed.add_argument("--alone", action="store_true", help="nothing but our own")
+    speed.add_argument("--sweep", action="store_true", help="instead of models, series in which one size grows")
+    speed.add_argument("--compile", action="store_true", help="also the first call in a new process, for the first case of each op")
+    speed.add_argument("--plot", type=Path, metavar="DIR", help="draw the series there, those of --sweep or --from")
+    speed.add_argument(
+        "--from",
+        type=Path,
+        action="append",
+        dest="sources",
+        metavar="FILE",
+        help="measure nothing: show what --json has written; again for more",
+    )
+    speed.add_argument("--tune", action="store_true", help="measure the candidates of block sizes, and write this GPU's table")
+    speed.add_argument("--first", action="store_true", help=argparse.SUPPRESS)  # what --compile runs
     commands.add_parser("info", parents=[both], help="versions, devices, and which backend will run", description=info.__doc__)
     options = parser.parse_args(arguments)
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
-    return run_parity(options, console) if options.command == "parity" else run_info(options, console)
+    return {"parity": run_parity, "bench": run_bench, "info": run_info}[options.command](options, console)
+
+
+def progress_bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def no_frontends(console: Console) -> int:
+    console.print("neither torch nor jax is installed: pip install 'kernel-bridge\\[torch]' or 'kernel-bridge\\[jax]'")
+    return 2
 
 
 def run_parity(options: argparse.Namespace, console: Console) -> int:
     names = [options.frontend] if options.frontend else installed()
     if not names:
-        console.print("neither torch nor jax is installed: pip install 'kernel-bridge\\[torch]' or 'kernel-bridge\\[jax]'")
-        return 2
+        return no_frontends(console)
     frontends = [load(name) for name in names]
     if not INTERPRETING and "TRITON_INTERPRET" not in os.environ and not any(f.gpu for f in frontends):
         # Kernels can only be interpreted here, and Triton decides on that when it is imported: start over.
@@ -51,8 +80,7 @@ def run_parity(options: argparse.Namespace, console: Console) -> int:
         os.execve(sys.executable, arguments, {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", **os.environ, "TRITON_INTERPRET": "1"})
     jobs = [job for job in parity.jobs(options.dtype) if options.op in (None, job[0].name)]
     findings: list[parity.Finding] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("", total=len(jobs))
 
         def run(job: tuple[Op, Case, str]) -> list[parity.Finding]:
@@ -109,6 +137,114 @@ def error_table(op: str, rows: list[parity.Row], every: bool) -> Table:
         for row in shown:
             verdict = "[green]pass[/]" if row.passed else "[red]FAIL[/]"
             table.add_row(*run, row.quantity, f"{row.norm:.1e}", f"{row.maximum:.1e}", f"{row.bound:.0e}", verdict)
+    return table
+
+
+def run_bench(options: argparse.Namespace, console: Console) -> int:
+    if options.sources:
+        found = [json.loads(source.read_text()) for source in options.sources]
+        shown = [bench.Row(**row) for each in found for row in each["rows"]]
+        return show_bench(shown, [bench.First(**first) for each in found for first in each["first_calls"]], options, console)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the memory that torch needs too
+    names = [options.frontend] if options.frontend else installed()
+    if not names:
+        return no_frontends(console)
+    frontends = [load(name) for name in names]
+    gpu = any(f.gpu for f in frontends)
+    try:
+        jobs = bench.jobs(gpu, options.op, options.case, options.dtype, options.sweep or options.plot is not None)
+    except ValueError as error:
+        console.print(f"[red]{escape(str(error))}[/]")
+        return 2
+    if options.first:
+        print(json.dumps(bench.first_calls(jobs[0], frontends[0])))
+        return 0
+    if options.tune:
+        return run_tune(options, frontends, console)
+    rows: list[bench.Row] = []
+    firsts: list[bench.First] = []
+    measured = bench.Bench(frontends, options.alone)
+    with progress_bar(console) as progress:
+        task = progress.add_task("", total=len(jobs))
+        for job in jobs:
+            progress.update(task, description=f"{job.op.name}, {job.case.name}, {job.dtype}")
+            rows += measured.run(job)
+            progress.advance(task)
+        for job in {job.op.name: job for job in reversed(jobs)}.values() if options.compile else ():
+            progress.update(task, description=f"{job.op.name}, first calls")
+            for frontend in frontends:
+                firsts += bench.compile_times(job, frontend)
+    if options.json:  # first of all: it has taken a while
+        options.json.write_text(json.dumps(bench.as_json(rows, firsts, measured) | {"environment": info.gather()}, indent=1) + "\n")
+    if not gpu:
+        console.print(f"No GPU: small cases on backend '{rows[0].backend}', by the clock on the wall.")
+    return show_bench(rows, firsts, options, console)
+
+
+def run_tune(options: argparse.Namespace, frontends: list[Frontend], console: Console) -> int:
+    from bridge.tuning.search import tune
+
+    frontend = next((f for f in frontends if f.gpu), None)
+    if frontend is None:
+        console.print("[red]--tune needs a GPU[/]")
+        return 2
+    if not os.access(tuning.FOLDER, os.W_OK):  # before all the measuring
+        console.print(f"[red]--tune writes to {tuning.FOLDER}, and may not[/]")
+        return 2
+    chosen = [ops[options.op]] if options.op else list(ops.values())
+    with progress_bar(console) as progress:
+        task = progress.add_task("")
+        told = frontend.versions() | {"triton": info.gather()["triton"]}
+        file = tune(
+            frontend, chosen, options.dtype or bench.DTYPES[0],
+            lambda what, total: progress.update(task, description=what, total=total, advance=1), frontend.devices()[0], told,
+        )  # fmt: skip
+    console.print(f"wrote {file}")
+    return 0
+
+
+def show_bench(rows: list[bench.Row], firsts: list[bench.First], options: argparse.Namespace, console: Console) -> int:
+    for name in dict.fromkeys(row.op for row in rows):
+        console.print(speed_table(name, [row for row in rows if row.op == name]))
+    for series, times in bench.growth(rows).items():
+        console.print(f"{series}: the longest sequence takes {times:.2f} times as long as the shortest, at the same b t d")
+    if firsts:
+        table = Table("op", "case", "dtype", "frontend", "Triton's cache", "forward s", "backward s", title="first call in a process")
+        for first in firsts:
+            seconds = f"{first.forward:.2f}", f"{first.backward:.2f}" if first.backward else "-"
+            table.add_row(first.op, first.case, first.dtype, first.frontend, "full" if first.cached else "empty", *seconds)
+        console.print(table)
+    if options.plot:
+        try:
+            drawn = plot.draw([vars(row) for row in rows], options.plot)
+        except (ImportError, ValueError) as error:
+            console.print(f"[red]{escape(str(error))}[/]")
+            return 2
+        console.print("drew " + ", ".join(map(str, drawn)))
+    failed = sum(row.failed for row in rows)
+    if failed:
+        console.print(f"[red]{failed} measurements failed[/]")
+    return 1 if failed or not rows else 0
+
+
+def speed_table(op: str, rows: list[bench.Row]) -> Table:
+    """The times of an op; on a GPU with what the card could do."""
+    gpu = any(row.copy_share for row in rows)
+    limits = ("GB/s", "of a copy", "of exp limit", "peak MB", "floor MB", "host µs") if gpu else ()
+    table = Table("case", "dtype", "pass", "by", "frontend", "ms", *limits, "", title=op, title_justify="left")
+    for row in rows:
+        marked = f"[red]{escape(row.note)}[/]" if row.failed else escape(row.note)
+        cells = [row.case, row.dtype, row.which, row.by, row.frontend, f"{1e3 * row.seconds:.3f}" if row.seconds else "-"]
+        if gpu:
+            cells += [
+                f"{row.moved / row.seconds / 1e9:.0f}" if row.seconds else "-",
+                f"{row.copy_share:.0%}" if row.copy_share else "-",
+                f"{row.exponential_share:.0%}" if row.exponential_share else "-",
+                f"{row.peak / 1e6:.0f}" if row.peak is not None else "-",
+                f"{row.made / 1e6:.0f}",
+                f"{1e6 * row.host:.0f}" if row.host else "-",
+            ]
+        table.add_row(*cells, "at most: the host was behind" if row.starved else marked)
     return table
 
 

@@ -3,17 +3,36 @@
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from bridge.op import Op
+from bridge.op import Call, Op
 
 Arrays = Mapping[str, Any]
 Result = tuple[tuple[Any, ...], dict[str, Any]]  # outputs, and the gradient of each input
 
 # The name of a frontend, which is its framework's -> the module that holds it.
 MODULES = {"torch": "torch_ops.frontend", "jax": "jax_ops.frontend"}
+
+
+@dataclass(frozen=True)
+class Timing:
+    seconds: float  # a call
+    starved: bool = False  # the device may have waited for the host: the time is an upper bound
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Something else that computes an op, to be timed beside it: function(**inputs, **options) takes the op's inputs, each after
+    enter(name, array), and gives outputs of which `leave` makes the op's. refuse(call) says why a call is not for it."""
+
+    name: str
+    function: Callable[..., Any]
+    enter: Callable[[str, Any], Any] = lambda name, array: array
+    leave: Callable[[Any], Any] = lambda array: array
+    refuse: Callable[[Call], str | None] = lambda call: None
 
 
 class Frontend(Protocol):
@@ -25,6 +44,9 @@ class Frontend(Protocol):
 
     def devices(self) -> list[str]:
         """The devices of this machine, in words."""
+
+    def card(self) -> str:
+        """The kind of GPU that plans are made for (see bridge.tuning); none on a CPU."""
 
     def array(self, value: np.ndarray, dtype: str) -> Any:
         """An array of the framework, on the GPU where there is one."""
@@ -46,6 +68,36 @@ class Frontend(Protocol):
 
     def run_reference(self, op: Op, inputs: Arrays, options: Mapping[str, Any], cotangents: Sequence[Any]) -> Result:
         """The same of the loop."""
+
+    # What follows is for bench. `function` takes inputs by keyword and gives one array or several; passes are those of
+    # bridge.limits.
+
+    def tile(self, array: Any, repeats: Sequence[int]) -> Any:
+        """The array, repeated along each of its axes."""
+
+    def prepare(self, function: Callable[..., Any], inputs: Arrays, cotangents: Sequence[Any], which: str) -> Callable[[], Any]:
+        """One pass of `function`, with its gradients with respect to all floating-point inputs, as a call that only starts it."""
+
+    def copying(self, size: int) -> Callable[[], Any]:
+        """A call that reads `size` bytes and writes as many."""
+
+    def wait(self, results: Any) -> None:
+        """Until what was started is done."""
+
+    def time(self, call: Callable[[], Any], seconds: float) -> Timing:
+        """The time of a prepared call on the device (of a CPU, by the clock on the wall), measured for about `seconds`."""
+
+    def peak(self, call: Callable[[], Any]) -> int | None:
+        """The most bytes that a prepared call has allocated at a time, its results among them; None where that isn't known."""
+
+    def host_time(self, function: Callable[..., Any], inputs: Arrays) -> float:
+        """Seconds until a call of `function`, not compiled, has started its work on the device."""
+
+    def free(self) -> None:
+        """Give memory that is in no use back to the device."""
+
+    def baselines(self, op: Op) -> list[Baseline]:
+        """What else is installed that computes this op."""
 
 
 def installed() -> list[str]:

@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from bridge import tuning
 from bridge.backends import BACKENDS
 from bridge.case import Case
 from bridge.dtypes import FLOATS
 from bridge.options import Flag, Option
 from bridge.plan import Plan
 from bridge.signature import Argument, Array, Given, Shape, Signature, Sizes
+from bridge.tuning import Tunable
 from bridge.vmap import Position, position
 
 # What references may call on the array namespace, besides what the frontends add to it: torch and jax.numpy agree on these.
@@ -25,11 +27,13 @@ FUNCTIONS = [
 
 @dataclass(frozen=True)
 class Call:
-    """What a plan is computed from: the arrays of one call and its options. It hashes, so that plans are kept."""
+    """What a plan is computed from: the arrays of one call, its options, and the kind of GPU (see bridge.tuning; none on a
+    CPU). It hashes, so that plans are kept."""
 
     signature: Signature
     arrays: tuple[Array | None, ...]
     settings: tuple[tuple[str, Any], ...]
+    card: str = ""
 
     @cached_property
     def given(self) -> dict[str, Array | None]:
@@ -92,6 +96,13 @@ class Op:
     the shapes of a call, and values[x](call, array) with the values of an integer input x, which is asked where they can be
     read without waiting for a GPU; both give None where nothing is.
 
+    `tunables` declares, for each pass ("forward", "backward"), the numbers that its plans can be made with; tuned(call, pass)
+    gives them. They differ between kinds of GPU and between `size_classes`, of which size_class(call) is one. What is saved
+    must not depend on them: the two passes can have different ones, and fake tensors know no card.
+
+    exponentials(call, pass) counts the exponentials that the plan of a pass computes, for an op whose speed they limit. `models`
+    are sizes that users run, and `sweeps` series of cases in which one size grows: both are for bench, on a GPU.
+
     `batch` names the dimension over which nothing but inputs without it is shared: vmap folds the mapped axis into it.
     Where the input named `packing` is given, several sequences share one batch, and there is nothing to fold into.
     """
@@ -110,7 +121,13 @@ class Op:
     values: Mapping[str, Callable[[Call, np.ndarray], str | None]] = field(default_factory=dict)
     batch: str | None = None
     packing: str | None = None
+    tunables: Mapping[str, Mapping[str, Tunable]] = field(default_factory=dict)
+    size_classes: tuple[str, ...] = ("any",)
+    size_class: Callable[[Call], str] = lambda call: "any"
+    exponentials: Callable[[Call, str], int] | None = None
     cases: tuple[Case, ...] = ()
+    models: tuple[Case, ...] = ()
+    sweeps: Mapping[str, tuple[Case, ...]] = field(default_factory=dict)
     doc: str = ""
 
     # The options, then a flag for each optional output; the names of the outputs.
@@ -167,11 +184,11 @@ class Op:
             option.check(f"{self.name}: {name}", value) for (name, option), value in zip(self.settings.items(), values, strict=True)
         )
 
-    def call(self, arrays: Sequence[Given | None], options: Sequence[Any]) -> Call:
+    def call(self, arrays: Sequence[Given | None], options: Sequence[Any], card: str = "") -> Call:
         """A call, checked. `options` are the values of `self.options`, in order. Raises what is wrong with shapes and dtypes."""
         sizes = self.signature.check(self.name, dict(zip((i.name for i in self.signature.inputs), arrays, strict=True)), self.limits)
         plain = tuple(a and Array(a.shape, a.dtype) for a in arrays)
-        call = Call(self.signature, plain, tuple(zip(self.options, options, strict=True)))
+        call = Call(self.signature, plain, tuple(zip(self.options, options, strict=True)), card)
         vars(call)["sizes"] = sizes  # the cached property: every call comes through here, and need not find them again
         wrong = self.refuse(call)
         if wrong:
@@ -221,6 +238,10 @@ class Op:
     def _saves(self, options: Sequence[Any]) -> tuple[tuple[str, ...], list[str]]:
         wanted = self.saves(dict(zip(self.options, options, strict=True)))
         return wanted, [name for name in wanted if name not in self.output_names]
+
+    def tuned(self, call: Call, which: str) -> dict[str, int]:
+        """The values of what can be tuned in a pass, for the sizes and the card of a call."""
+        return tuning.values(self, call.card, which, self.size_class(call))
 
     def forward_plan(self, call: Call, save: bool) -> Plan:
         return _forward_plan(self, call, save)

@@ -24,7 +24,7 @@ from bridge.op import Call, Op
 from bridge.signature import Array, Given
 from bridge.vmap import rule, unmapped
 from jax_ops import loops
-from jax_ops.launch import run_compiled, run_interpreted
+from jax_ops.launch import card, run_compiled, run_interpreted
 
 _bound: dict[str, tuple[Op, Callable[..., Any]]] = {}
 
@@ -102,7 +102,7 @@ def _forward(op: Op):
 
     def implementation(gpu, *arrays, present, options, backend, save):
         inputs = _spread(arrays, present)
-        call = _call(op, inputs, options)
+        call = _call(op, inputs, options, card(gpu))
         chosen, _ = choose(op.name, backend, gpu)
         if chosen != "reference":
             return _run(op.forward_plan(call, save), chosen, dict(zip(call.given, inputs, strict=True)))
@@ -135,7 +135,7 @@ def _backward(op: Op):
 
     def implementation(gpu, *arrays, present, options, backend, needs):
         inputs, kept, cotangents = split(arrays, present)
-        call = _call(op, inputs, options)
+        call = _call(op, inputs, options, card(gpu))
         chosen, _ = choose(op.name, backend, gpu)
         if chosen == "reference" or op.backward is None:
             return [g for g in loops.gradients(op, inputs, options, cotangents, needs) if g is not None]
@@ -201,8 +201,8 @@ def _run(plan, backend: str, arrays) -> list[jax.Array]:
     return run_interpreted(plan, arrays) if backend == "interpret" else run_compiled(plan, arrays)
 
 
-def _call(op: Op, inputs, options) -> Call:
-    return op.call([x if x is None else Given(x.shape, x.dtype.name) for x in inputs], options)
+def _call(op: Op, inputs, options, card: str = "") -> Call:
+    return op.call([x if x is None else Given(x.shape, x.dtype.name) for x in inputs], options, card)
 
 
 @jax.tree_util.register_static

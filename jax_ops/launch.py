@@ -13,12 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bridge import interpret
+from bridge import interpret, tuning
 from bridge.language import mend_cache_folder
 from bridge.plan import FP_FUSION, Launch, Plan
 
 # The compute capability that kernels are compiled for; None is that of the GPU in the machine.
 TARGET: int | None = None
+
+
+def card(gpu: bool) -> str:
+    """The kind of GPU that a plan is for; none where there is no GPU, as where a program is exported from another machine."""
+    try:
+        return tuning.kind(jax.local_devices(backend="gpu")[0].device_kind if gpu else "")
+    except RuntimeError:  # there is no such backend
+        return tuning.kind("")
 
 
 class Size(int):

@@ -59,7 +59,7 @@ def test_info(tmp_path):
         assert found["frontends"][name]["reason"] in done.stdout
 
 
-@pytest.mark.parametrize("command", [[], ["parity"], ["info"]])
+@pytest.mark.parametrize("command", [[], ["parity"], ["bench"], ["info"]])
 def test_help(command, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main([*command, "--help"])

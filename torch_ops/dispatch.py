@@ -14,7 +14,7 @@ from bridge.op import Call, Op
 from bridge.options import Choice, Flag, Integer, Real
 from bridge.signature import Array
 from torch_ops import loops
-from torch_ops.tensors import describe, empty, prepared, run
+from torch_ops.tensors import card, describe, empty, prepared, run
 
 Pass = Callable[..., list[torch.Tensor]]
 
@@ -80,8 +80,8 @@ def register(name: str, schema: str, implementation: Callable, fake: Callable) -
 def split(op: Op, args: Sequence[Any]) -> tuple[Sequence[Any], Call, str, torch.device]:
     """Inputs, the checked call, the backend and the device from inputs, options and backend."""
     n, k = len(op.signature.inputs), len(op.options)
-    call = op.call([describe(x) for x in args[:n]], args[n : n + k])
     device = next(x.device for x in args[:n] if x is not None)
+    call = op.call([describe(x) for x in args[:n]], args[n : n + k], card(device))
     return args[:n], call, choose(op.name, args[n + k], device.type == "cuda")[0], device
 
 

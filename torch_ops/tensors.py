@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bridge import interpret
+from bridge import interpret, tuning
 from bridge.dtypes import FLOATS, INTEGERS
 from bridge.language import mend_cache_folder
 from bridge.op import Op
@@ -22,6 +22,16 @@ def describe(tensor: torch.Tensor | None) -> Given | None:
     if tensor is None:
         return None
     return Given(tuple(tensor.shape), NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")), str(tensor.device))
+
+
+def card(device: torch.device) -> str:
+    """The kind of GPU that a plan is for; none where there is no GPU, as for fake tensors on another machine."""
+    return tuning.kind(_name(device))
+
+
+@cache
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else ""
 
 
 def check_kinds(op: Op, arrays: tuple) -> None:

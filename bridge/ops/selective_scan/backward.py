@@ -193,7 +193,12 @@ def reverse(
         if wrong:
             AT_ONCE: tl.constexpr = 1 if CAREFUL else TILE
             KNOWN: tl.constexpr = HAS_FINE and not CAREFUL  # the states before and behind each tile
-            carry, sum_A, sum_B, sum_C = last_carry, tiles.zeros(BD, wide, BN, R), tiles.zeros(BD, wide, BN, R), tiles.zeros(BD, wide, BN, R)
+            carry, sum_A, sum_B, sum_C = (
+                last_carry,
+                tiles.zeros(BD, wide, BN, R),
+                tiles.zeros(BD, wide, BN, R),
+                tiles.zeros(BD, wide, BN, R),
+            )
             sum_D, sum_bias = tl.zeros((BD,), wide), tl.zeros((LANES, BD), wide)
             behind = last_state
             count = tl.cdiv(end - begin, AT_ONCE)
@@ -295,7 +300,9 @@ def reverse(
                             later = tl.arange(0, len(of_parts))[None, None, :]
                             if PACKED or CAREFUL:  # where a tile can begin anywhere
                                 step = first + i + later
-                                here_in = blocks_sums + tiles.at_tile(block, batch, batches, step, steps, TILE, STATES, BD) + step % TILE * STATES
+                                here_in = (
+                                    blocks_sums + tiles.at_tile(block, batch, batches, step, steps, TILE, STATES, BD) + step % TILE * STATES
+                                )
                             else:
                                 here_in = blocks_sums + place + i * STATES + later * STATES
                             inside = of < tl.where(i + later < left, STATES, 0)

@@ -63,3 +63,9 @@ MODELS = (
     case("mamba 2x4096x5120", 2, 4096, 5120, 16, OPTIONAL),
     case("mamba 64x512x1536", 64, 512, 1536, 16, OPTIONAL),
 )
+
+# One size grows: t where b t stays as it is (2^25 elements in x, and one batch in the longest), and b.
+SWEEPS = {
+    "t": tuple(case(f"b t = 2^18, t = {t}", 2**18 // t, t, 128, 16, OPTIONAL) for t in (2**10, 2**12, 2**14, 2**16, 2**18)),
+    "b": tuple(case(f"t = 2048, b = {b}", b, 2048, 2048, 16, OPTIONAL) for b in (1, 2, 4, 8, 16)),
+}

@@ -156,7 +156,9 @@ def scan(
                     # Where sequences are packed, the first segments of several could have one place: those are initial states anyway.
                     keep = (start % SEGMENT == 0) & ((start > 0) | ((opens == 0) | (not PACKED)))
                     kept = tiles.where_true(channel, ours, keep, CHANNELS)  # a mask and no branch, which the loop's pipeline would pay for
-                    tiles.store_states(states, batch * tl.cdiv(steps, SEGMENT) + first // SEGMENT, channel, kept, h, CHANNELS, STATES, BN, R)
+                    tiles.store_states(
+                        states, batch * tl.cdiv(steps, SEGMENT) + first // SEGMENT, channel, kept, h, CHANNELS, STATES, BN, R
+                    )
                 x_rows = tiles.load_rows(x, row, left, channel, ours, CHANNELS, AT_ONCE)
                 dt, slope = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE, BN // R)
                 Bt = tiles.load_projection(B, constant_B, row, left, group, wide, GB, STATES, BN, R, AT_ONCE)

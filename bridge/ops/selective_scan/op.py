@@ -28,11 +28,12 @@ from bridge.language import INTERPRETING, sum_leading, widen
 from bridge.op import Call, Op
 from bridge.ops.selective_scan import backward as backwards
 from bridge.ops.selective_scan import forward as forwards
-from bridge.ops.selective_scan.cases import CASES
+from bridge.ops.selective_scan.cases import CASES, MODELS, SWEEPS
 from bridge.ops.selective_scan.reference import selective_scan as reference
 from bridge.options import Flag
 from bridge.plan import Launch, Plan, cdiv, power_of_two
 from bridge.signature import Array, Dims, Signature
+from bridge.tuning import Tunable
 
 SIGNATURE = """
     x: b t d, delta: b t d, A: d n, B: b t n or b t g n or d n, C: b t n or b t g n or d n,
@@ -41,15 +42,29 @@ SIGNATURE = """
 """
 
 TILE = 8  # steps that are read, and taken backwards, together: their states fit the registers
-AHEAD = 32  # bytes of a channel that are read together going forward
-KEPT = 2  # of them, the last: their powers are kept from finding the states to going back
 LANE = 8  # states of a channel in one lane's registers
-# One-warp programs that fill a large GPU, and how many to aim at where time is cut; of the forward and of the backward pass,
-# whose programs hold more registers.
-FULL, WANTED = 600, 4096
-BACKWARD = dict(full=1000, wanted=2048)
-SHORTEST, LONGEST = 256, 512  # steps in a chunk of time, the latter up to
-MANY = 64  # chunks
+SHORTEST = 256  # steps in a chunk of time
+MANY = 64  # chunks of a sequence, from which on they needn't be as short as `longest`
+
+# full: one-warp programs that fill the GPU; wanted: how many to aim at where time is cut; longest: steps in a chunk, then.
+# ahead: bytes of a channel that are read together going forward. kept: of a tile's powers, those of the last steps, from finding
+# its states to going back. Programs of the backward pass hold more registers.
+TUNABLES = {
+    "forward": {
+        "full": Tunable(600, (300, 600, 1200)),
+        "wanted": Tunable(4096, (2048, 4096, 8192)),
+        "longest": Tunable(512, (256, 512, 1024, 2048)),
+        "ahead": Tunable(32, (16, 32)),
+    },
+    "backward": {
+        "full": Tunable(1000, (500, 1000, 2000)),
+        "wanted": Tunable(2048, (1024, 2048, 4096)),
+        "longest": Tunable(512, (256, 512, 1024, 2048)),
+        "kept": Tunable(2, (0, 2, 3)),
+    },
+}
+# The most programs, uncut, that a call of these sizes has.
+CLASSES = {"few programs": 256, "some programs": 2048, "many programs": math.inf}
 
 
 @dataclass(frozen=True)
@@ -62,8 +77,9 @@ class Layout:
     n: int
     groups: int = 1
     packed: int | None = None  # how many sequences share the batch
-    full: int = FULL  # programs that are enough
-    wanted: int = WANTED  # programs to reach where they aren't
+    full: int = TUNABLES["forward"]["full"].default  # programs that are enough
+    wanted: int = TUNABLES["forward"]["wanted"].default  # programs to reach where they aren't
+    longest: int = TUNABLES["forward"]["longest"].default  # steps in a chunk of time, then
 
     @property
     def states(self) -> int:
@@ -105,13 +121,17 @@ class Layout:
         return max(64, 4 * self.states)
 
     @property
+    def programs(self) -> int:
+        """Programs of a call whose time isn't cut."""
+        return max(1, self.b * self.groups * self.blocks)
+
+    @property
     def span(self) -> int:
         """Steps in a chunk, a multiple of the segment. Time is cut only where there are too few programs without: chunks
         cost a pass of their own."""
-        programs = max(1, self.b * self.groups * self.blocks)
-        if programs >= self.full:
-            return cdiv(self.t, self.segment) * self.segment or self.segment
-        wanted = max(cdiv(self.wanted, programs), min(cdiv(self.t, LONGEST), MANY))
+        if self.programs >= self.full:
+            return max(cdiv(self.t, self.segment), 1) * self.segment
+        wanted = max(cdiv(self.wanted, self.programs), min(cdiv(self.t, self.longest), MANY))
         return cdiv(max(cdiv(self.t, wanted), SHORTEST), self.segment) * self.segment
 
     @property
@@ -178,11 +198,6 @@ class Passes:
                 self.renamed[name] = f"{name}_wide"
         return launches
 
-    @property
-    def ahead(self) -> int:
-        """Steps that the forward pass reads together."""
-        return AHEAD // SIZES[self.call.dtypes["x"]]
-
     def array(self, *shape: int) -> Array:
         return Array(shape, self.wide)
 
@@ -209,8 +224,10 @@ class Passes:
         k = self.layout
         return self.array(k.groups * k.blocks, k.b, cdiv(k.t, TILE), k.n * max(k.channels, 2 * TILE))
 
-    def reverse(self, needs: tuple[str, ...], recomputed: bool = False) -> list[Launch]:
-        """The backward sweep and the sums of what leaves it in parts."""
+    def reverse(self, needs: tuple[str, ...], kept: int | None = None) -> list[Launch]:
+        """The backward sweep and the sums of what leaves it in parts. `kept` steps of each tile keep their powers; None where no
+        state was recomputed: then there is one tile, from the initial state."""
+        recomputed = kept is not None
         # Tiles of packed sequences begin anywhere, and the sums of one could hit the states of another.
         over = {"blocks_sums": "fine"} if recomputed and self.layout.packed is None else None
         k, call = self.layout, self.call
@@ -236,7 +253,7 @@ class Passes:
             backwards.reverse, k.chunks,
             "x delta A B C D z delta_bias initial_state states fine after carries cuts poison dy dfinal_state", (*k.cut, k.b),
             {**outputs, "blocks_sums": self.workspace() if over_channels else self.array(1)},
-            ("SOFTPLUS", "GB", "GC", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED"), TILE=TILE, R=k.reverse_lane, KEPT=KEPT,
+            ("SOFTPLUS", "GB", "GC", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED"), TILE=TILE, R=k.reverse_lane, KEPT=kept or 0,
             SEGMENT=k.segment, HAS_FINE=recomputed, SHARED=k.num_warps > 1,
             over=over if over_channels else None, **{flag: name in gradients for flag, name in needed.items()},
         )  # fmt: skip
@@ -263,8 +280,29 @@ def saved(call: Call) -> dict[str, Array]:
     return {"states": passes.array(k.b, cdiv(k.t, k.segment), k.n, k.d)}
 
 
+def size_class(call: Call) -> str:
+    programs = Passes(call).layout.programs
+    return next(name for name, most in CLASSES.items() if programs <= most)
+
+
+def exponentials(call: Call, which: str) -> int:
+    """A decay for each state and step: one going forward, and another where chunks first find their ends. Backward: one to
+    recompute the states, and in each tile one forward and one back."""
+    sizes = call.sizes
+    passes = Passes(call, None, **cutting(call, "forward"))
+    times = (2 if passes.layout.each > 1 else 1) if which == "forward" else 3
+    return times * sizes["b"] * sizes["t"] * sizes["d"] * sizes["n"]
+
+
+def cutting(call: Call, which: str) -> dict[str, int]:
+    """How a pass cuts time."""
+    tuned = selective_scan.tuned(call, which)
+    return {name: tuned[name] for name in ("full", "wanted", "longest")}
+
+
 def forward(call: Call, save: bool) -> Plan:
-    passes = Passes(call)
+    passes = Passes(call, None, **cutting(call, "forward"))
+    ahead = selective_scan.tuned(call, "forward")["ahead"] // SIZES[call.dtypes["x"]]
     k = passes.layout
     launches = passes.cuts() + passes.widened()
     if k.each > 1:
@@ -272,7 +310,7 @@ def forward(call: Call, save: bool) -> Plan:
             passes.launch(
                 forwards.chunk_ends, k.chunks, "x delta A B delta_bias cuts", k.cut,
                 {"ends": passes.array(k.chunks, k.n, k.d), "elapsed": passes.array(k.chunks, k.d)},
-                ("GB", "SOFTPLUS", "HAS_BIAS", "PACKED", "R"), TILE=passes.ahead,
+                ("GB", "SOFTPLUS", "HAS_BIAS", "PACKED", "R"), TILE=ahead,
             ),
             passes.launch(
                 forwards.chunk_starts, k.sequences, "A initial_state ends elapsed offsets", (k.each,),
@@ -284,14 +322,15 @@ def forward(call: Call, save: bool) -> Plan:
         passes.launch(
             forwards.scan, k.chunks, "x delta A B C D z delta_bias initial_state starts cuts poison", k.cut,
             {**call.outputs, **states},
-            ("GB", "GC", "SOFTPLUS", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED", "R"), TILE=passes.ahead, SEGMENT=k.segment if save else 0,
+            ("GB", "GC", "SOFTPLUS", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED", "R"), TILE=ahead,
+            SEGMENT=k.segment if save else 0,
         )
     )  # fmt: skip
     return Plan(tuple(launches), tuple(selective_scan.results(call, save)))
 
 
 def backward(call: Call, needs: tuple[str, ...]) -> Plan:
-    passes = Passes(call, **BACKWARD)
+    passes = Passes(call, None, **cutting(call, "backward"))
     k = passes.layout
     carry = k.each > 1
     # One chunk a sequence leaves most of a GPU idle, and from the states that were kept every segment can start at once.
@@ -319,7 +358,7 @@ def backward(call: Call, needs: tuple[str, ...]) -> Plan:
                 {"carries": passes.array(k.chunks, k.n, k.d)}, ("PACKED", "R"),
             )
         )  # fmt: skip
-    launches += passes.reverse(needs, recomputed=True)
+    launches += passes.reverse(needs, selective_scan.tuned(call, "backward")["kept"])
     return Plan(tuple(launches), tuple(f"d{name}" for name in needs))
 
 
@@ -355,6 +394,12 @@ selective_scan = Op(
     backward=backward,
     batch="b",
     packing="cu_seqlens",
+    tunables=TUNABLES,
+    size_classes=tuple(CLASSES),
+    size_class=size_class,
+    exponentials=exponentials,
     cases=CASES,
+    models=MODELS,
+    sweeps=SWEEPS,
     doc=__doc__ or "",
 )

@@ -327,5 +327,3 @@ def dot(h, w):
     for r in tl.static_range(1, len(h)):
         terms += h[r] * w[r]
     return tl.sum(terms, axis=0)
-
-

@@ -33,8 +33,12 @@ def step(
     bias = tiles.load_vector(delta_bias, channel, ours, wide, HAS_BIAS)
     dt, slope = tiles.step_sizes(tl.load(delta + at, mask=ours, other=0.0).to(wide), bias, SOFTPLUS)
     decay = tiles.load_decay(A, channel, ours, wide, STATES, BN, 1)[0]
-    Bt = tiles.load_projection(B, tiles.load_matrix(B, channel, ours, wide, GB == 0, STATES, BN, 1), batch, 1, group, wide, GB, STATES, BN, 1, 1)
-    Ct = tiles.load_projection(C, tiles.load_matrix(C, channel, ours, wide, GC == 0, STATES, BN, 1), batch, 1, group, wide, GC, STATES, BN, 1, 1)
+    Bt = tiles.load_projection(
+        B, tiles.load_matrix(B, channel, ours, wide, GB == 0, STATES, BN, 1), batch, 1, group, wide, GB, STATES, BN, 1, 1
+    )
+    Ct = tiles.load_projection(
+        C, tiles.load_matrix(C, channel, ours, wide, GC == 0, STATES, BN, 1), batch, 1, group, wide, GC, STATES, BN, 1, 1
+    )
     h = tiles.load_state(state, slot, channel, stateful, wide, True, CHANNELS, STATES, BN, 1)[0]
     h = tiles.growth(dt[None, :] * decay, True) * h + (dt * xs)[None, :] * Bt[0][0]
     out = tiles.dot((h,), Ct[0])

@@ -63,3 +63,7 @@ MODELS = (
     case("2^18 of 8x8", 2**18, 8),
     case("2^16 of 16x16", 2**16, 16),
 )
+MHC_BWD_MODELS = (bwd_case("2^20 of 4x4", (2**20,), 4), bwd_case("2^18 of 8x8", (2**18,), 8))
+
+# One size grows: the number of matrices.
+SWEEPS = {"count": tuple(case(f"2^{k} of 4x4", 2**k, 4) for k in range(14, 23, 2))}

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from bridge.ops.sinkhorn.fast import reciprocal
+from bridge.fast import reciprocal
 from bridge.ops.sinkhorn.tiles import (
     numbers,
     over_columns,

@@ -30,14 +30,20 @@ from bridge.ops.sinkhorn import backward as backwards
 from bridge.ops.sinkhorn import forward as forwards
 from bridge.ops.sinkhorn import implicit as implicits
 from bridge.ops.sinkhorn import reference
-from bridge.ops.sinkhorn.cases import CASES, MHC_BWD_CASES
+from bridge.ops.sinkhorn.cases import CASES, MHC_BWD_CASES, MHC_BWD_MODELS, MODELS, SWEEPS
 from bridge.options import Choice, Integer, Real
 from bridge.plan import Launch, Plan, cdiv, power_of_two
 from bridge.signature import ELLIPSIS, Array, Signature
+from bridge.tuning import Tunable
 
 LIMITS = {"n": range(1, 65)}
 BLOCK = 8  # rows and columns of a matrix in the registers of one lane, at most
 CANCELS = 3  # up to here gradients often are small differences of a few numbers, and float64 is what keeps them right
+
+
+# warps: of a program, where a matrix lies in one lane. (Where lanes share one, warps would, and add up through shared memory.)
+WARPS = {"warps": Tunable(1, (1, 2, 4))}
+SIZE_CLASSES = tuple(f"{side} x {side}" for side in (1, 2, 4, 8, 16, 32, 64))
 
 
 @dataclass(frozen=True)
@@ -47,11 +53,12 @@ class Layout:
     count: int
     n: int
     double: bool
+    warps: int
 
     @classmethod
-    def of(cls, call: Call, careful: bool = False) -> "Layout":
+    def of(cls, call: Call, tuned: Mapping[str, int], careful: bool = False) -> "Layout":
         n = call.sizes["n"]
-        return cls(math.prod(call.sizes.leading), n, "float64" in call.dtypes.values() or (careful and n <= CANCELS))
+        return cls(math.prod(call.sizes.leading), n, "float64" in call.dtypes.values() or (careful and n <= CANCELS), **tuned)
 
     @property
     def side(self) -> int:
@@ -74,9 +81,10 @@ class Layout:
         that share a matrix add up through shared memory."""
         I, J = self.block(solves)
         lanes = self.side**2 // (I * J)
-        matrices = max(32 // lanes, 1) * max(16 // self.side**2, 1)
+        warps = self.warps if lanes == 1 else max(lanes // 32, 1)
+        matrices = max(32 * warps // lanes, 1) * max(16 // self.side**2, 1)
         constants = dict(SIZE=self.n, S=matrices, N=self.side, I=I, J=J, WIDE=self.double, **constants)
-        grid, warps = cdiv(self.count, matrices), max(lanes // 32, 1)
+        grid = cdiv(self.count, matrices)
         return Launch(kernel, grid, inputs, (self.count, scalar), outputs, constants, num_warps=warps)
 
 
@@ -96,18 +104,25 @@ def segments(steps: int, longest: int) -> dict[str, Any]:
     return {"H": length, "REST": steps % length if length else 0}
 
 
+def size_class(call: Call) -> str:
+    side = power_of_two(call.sizes["n"])
+    return f"{side} x {side}"
+
+
 def saves(options: Mapping[str, Any]) -> tuple[str, ...]:
     return ("R",) if options["gradient"] == "implicit" else ()
 
 
 def forward(call: Call, save: bool) -> Plan:
-    launch = Layout.of(call).launch(forwards.forward, ("logits",), call.options["iters"], call.outputs, **loop(call))
+    launch = Layout.of(call, sinkhorn.tuned(call, "forward")).launch(
+        forwards.forward, ("logits",), call.options["iters"], call.outputs, **loop(call)
+    )
     return Plan((launch,), ("R",))
 
 
 def backward(call: Call, needs: tuple[str, ...]) -> Plan:
-    layout, iters, outputs = Layout.of(call, careful=True), call.options["iters"], {"dlogits": call.outputs["R"]}
-    constants = loop(call)
+    layout = Layout.of(call, sinkhorn.tuned(call, "backward"), careful=True)
+    iters, outputs, constants = call.options["iters"], {"dlogits": call.outputs["R"]}, loop(call)
     if call.options["gradient"] == "unrolled":
         constants |= segments(iters - constants["ROW_COL"], layout.segment)
         launch = layout.launch(backwards.unrolled, ("logits", "dR"), iters, outputs, **constants)
@@ -125,7 +140,7 @@ def backward(call: Call, needs: tuple[str, ...]) -> Plan:
 
 def mhc_bwd_forward(call: Call, save: bool) -> Plan:
     steps = call.options["cg_iters"]
-    layout = Layout.of(call, careful=True)
+    layout = Layout.of(call, mhc_bwd.tuned(call, "forward"), careful=True)
     inputs, direct = ("out", "dout"), steps is None
     launch = layout.launch(implicits.mhc_bwd, inputs, steps or 0, call.outputs, solves=direct, DIRECT=direct)
     return Plan((launch,), ("dM",))
@@ -147,7 +162,12 @@ sinkhorn = Op(
     saves=saves,
     backward=backward,
     batch=ELLIPSIS,
+    tunables={"forward": WARPS, "backward": WARPS},
+    size_classes=SIZE_CLASSES,
+    size_class=size_class,
     cases=CASES,
+    models=MODELS,
+    sweeps=SWEEPS,
     doc=__doc__ or "",
 )
 
@@ -159,6 +179,10 @@ mhc_bwd = Op(
     reference=reference.mhc_bwd,
     forward=mhc_bwd_forward,
     batch=ELLIPSIS,
+    tunables={"forward": WARPS},
+    size_classes=SIZE_CLASSES,
+    size_class=size_class,
     cases=MHC_BWD_CASES,
+    models=MHC_BWD_MODELS,
     doc=__doc__ or "",
 )
