@@ -45,7 +45,6 @@ def recompute(
     wide: tl.constexpr = fine.dtype.element_ty
     block, group, channel, ours, index = tiles.own(CHANNELS, GROUPS, BD)
     sequence, batch, begin, end, opens, closes = tiles.chunk_of(cuts, index, steps, chunks, span, PACKED)
-    state, lane = tiles.in_lanes(BN, R), tiles.apart(tl.arange(0, BD))[None, :, None]
     bias = tiles.load_vector(delta_bias, channel, ours, wide, HAS_BIAS)
     decay = tiles.load_decay(A, channel, ours, wide, STATES, BN, R)
     constant_B = tiles.load_matrix(B, channel, ours, wide, GB == 0, STATES, BN, R)
@@ -70,7 +69,7 @@ def recompute(
                 keep = (start % TILE == 0) & ((start > 0) | ((opens == 0) | (not PACKED)))
                 here = tiles.where_true(channel, ours, keep, CHANNELS)
                 at = tiles.at_tile(block, batch, batches, first, steps, TILE, STATES, BD)
-                tl.store(fine + at + state * BD + lane, stack(h), mask=(state < STATES) & here[None, :, None])
+                tiles.store_states(fine + at, 0, tl.arange(0, BD), here, h, BD, STATES, BN, R)
                 x_rows = tiles.load_rows(x, row, left, channel, ours, CHANNELS, AT_ONCE)
                 dt, slope = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE, BN // R)
                 Bt = tiles.load_projection(B, constant_B, row, left, group, wide, GB, STATES, BN, R, AT_ONCE)
@@ -101,7 +100,7 @@ def recompute(
     if not whole:  # the last tile was left out: the state before it is all that is left to write
         first = begin + (end - begin - 1) // TILE * TILE
         at = tiles.at_tile(block, batch, batches, first, steps, TILE, STATES, BD)
-        tl.store(fine + at + state * BD + lane, stack(h), mask=(state < STATES) & ours[None, :, None])
+        tiles.store_states(fine + at, 0, tl.arange(0, BD), ours, h, BD, STATES, BN, R)
     if CARRY:
         index = index.to(tl.int64)
         tiles.store_states(after, index, channel, ours, h, CHANNELS, STATES, BN, R)
@@ -125,12 +124,12 @@ def chunk_carries(
     first, last = tiles.chunks_of(offsets, sequence, chunks, PACKED)
     decay = tiles.load_decay(A, channel, ours, wide, STATES, BN, R)
     carry = tiles.load_state(dfinal_state, sequence.to(tl.int64), channel, ours, wide, True, CHANNELS, STATES, BN, R)
-    for k in tl.range(0, last - 1 - first, num_stages=4):
-        index = tl.cast(last - 1 - k, tl.int64)
-        dt = tl.load(elapsed + index * CHANNELS + channel, mask=ours, other=0.0)
-        added = tiles.load_states(heads, index, channel, ours, CHANNELS, STATES, BN, R)
-        carry = tiles.advance(carry, decay, dt, tl.full((BD,), 1.0, wide), added, True)
-        tiles.store_states(carries, index - 1, channel, ours, carry, CHANNELS, STATES, BN, R)
+    for k in tl.range(0, last - 1 - first, tiles.STRUNG, num_stages=3 if BN * BD <= 512 else 1):
+        for j in tl.static_range(tiles.STRUNG):
+            there = tiles.where_true(channel, ours, k + j < last - 1 - first, CHANNELS)
+            index = tl.cast(last - 1 - k - j, tl.int64)
+            carry = tiles.string(carry, decay, elapsed, heads, index, channel, there, CHANNELS, STATES, BN, R)
+            tiles.store_states(carries, index - 1, channel, there, carry, CHANNELS, STATES, BN, R)
 
 
 @triton.jit(do_not_specialize=["steps", "chunks", "span", "batches"])

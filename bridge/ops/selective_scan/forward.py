@@ -106,12 +106,12 @@ def chunk_starts(
     first, last = tiles.chunks_of(offsets, sequence, chunks, PACKED)
     decay = tiles.load_decay(A, channel, ours, wide, STATES, BN, R)
     h = tiles.load_state(initial_state, sequence.to(tl.int64), channel, ours, wide, HAS_INITIAL, CHANNELS, STATES, BN, R)
-    for chunk in tl.range(first, last - 1, num_stages=4):
-        index = tl.cast(chunk, tl.int64)
-        dt = tl.load(elapsed + index * CHANNELS + channel, mask=ours, other=0.0)
-        added = tiles.load_states(ends, index, channel, ours, CHANNELS, STATES, BN, R)
-        h = tiles.advance(h, decay, dt, tl.full((BD,), 1.0, wide), added, True)
-        tiles.store_states(starts, index + 1, channel, ours, h, CHANNELS, STATES, BN, R)
+    for chunk in tl.range(first, last - 1, tiles.STRUNG, num_stages=3 if BN * BD <= 512 else 1):
+        for j in tl.static_range(tiles.STRUNG):
+            there = tiles.where_true(channel, ours, chunk + j < last - 1, CHANNELS)
+            index = tl.cast(chunk + j, tl.int64)
+            h = tiles.string(h, decay, elapsed, ends, index, channel, there, CHANNELS, STATES, BN, R)
+            tiles.store_states(starts, index + 1, channel, there, h, CHANNELS, STATES, BN, R)
 
 
 @triton.jit(do_not_specialize=["steps", "chunks", "span"])

@@ -23,6 +23,7 @@ from bridge.fast import power
 from bridge.language import LOG2E, columns, product, rows, shared_rows, sigmoid, softplus, stack
 
 CUT = tl.constexpr(5)  # numbers in a row of `cuts`
+STRUNG = tl.constexpr(4)  # chunks whose ends are read together, where they are strung together
 
 
 @triton.jit
@@ -87,10 +88,10 @@ def store_steps(pointer, channel, ours, step, left, values, CHANNELS: tl.constex
 
 
 @triton.jit
-def apart(channel):
-    """The same channels, of which the compiler doesn't see that they are neighbours. Else it would exchange states between lanes
-    before each store of them, to write several channels a lane."""
-    return channel ^ (tl.program_id(0) >> 31)
+def apart(index):
+    """The same channels or states, of which the compiler doesn't see that they are neighbours. Else it would read or write several
+    of them a lane, and for that exchange states between lanes."""
+    return index ^ (tl.program_id(0) >> 31)
 
 
 @triton.jit
@@ -204,7 +205,7 @@ def load_matrix(pointer, channel, ours, wide: tl.constexpr, PRESENT: tl.constexp
     """R tensors [BN/R, BD] from an array d n; nothing to speak of where it isn't wanted."""
     if PRESENT:
         state = in_lanes(BN, R)
-        at = channel[None, :, None].to(tl.int64) * STATES + state
+        at = channel[None, :, None].to(tl.int64) * STATES + apart(state)
         return of_lanes(tl.load(pointer + at, mask=(state < STATES) & ours[None, :, None], other=0.0).to(wide))
     else:
         return ()
@@ -310,6 +311,15 @@ def advance(h, decay, dt, u, Bt, CAREFUL: tl.constexpr):
     for r in tl.static_range(len(h)):
         made = made + (growth(dt[None, :] * decay[r], CAREFUL) * h[r] + u[None, :] * Bt[r],)
     return made
+
+
+@triton.jit
+def string(h, decay, elapsed, ends, index, channel, there, CHANNELS: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr, R: tl.constexpr):
+    """The state behind a chunk from that before it: `elapsed` (chunks d) and `ends` (chunks n d) are what a chunk does to it. The
+    same state where the chunk isn't `there`."""
+    dt = tl.load(elapsed + index * CHANNELS + channel, mask=there, other=0.0)
+    added = load_states(ends, index, channel, there, CHANNELS, STATES, BN, R)
+    return advance(h, decay, dt, tl.full(dt.shape, 1.0, dt.dtype), added, True)
 
 
 @triton.jit
