@@ -94,6 +94,10 @@ class Op:
 
     `batch` names the dimension over which nothing but inputs without it is shared: vmap folds the mapped axis into it.
     Where the input named `packing` is given, several sequences share one batch, and there is nothing to fold into.
+
+    `channels` names the dimension each of whose entries is computed by itself, too, and then a dimension of groups of them,
+    where there are such. Batch and channels can be split over devices (bridge/sharding.py); to that end `saved_dims[x]` says
+    which of them the axes of a further array x are, "b _ d" for one with the batch first and channels last.
     """
 
     name: str
@@ -110,6 +114,8 @@ class Op:
     values: Mapping[str, Callable[[Call, np.ndarray], str | None]] = field(default_factory=dict)
     batch: str | None = None
     packing: str | None = None
+    channels: tuple[str, ...] = ()
+    saved_dims: Mapping[str, str] = field(default_factory=dict)
     cases: tuple[Case, ...] = ()
     doc: str = ""
 

@@ -343,6 +343,8 @@ selective_scan = Op(
     backward=backward,
     batch="b",
     packing="cu_seqlens",
+    channels=("d", "g"),
+    saved_dims={"states": "b _ _ d"},
     cases=CASES,
     doc=__doc__ or "",
 )

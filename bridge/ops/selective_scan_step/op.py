@@ -64,6 +64,7 @@ selective_scan_step = Op(
     forward=forward,
     backward=backward,
     batch="b",
+    channels=("d", "g"),
     cases=CASES,
     doc=__doc__ or "",
 )
