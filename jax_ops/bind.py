@@ -59,7 +59,8 @@ def _bind(op: Op) -> Callable[..., Any]:
 
     def apply_backward(options, backend, save, residuals, cotangents):
         needs, inputs, kept = residuals
-        return tuple(gradients(options, backend, needs.inputs, inputs, kept, [_number(c) for c in cotangents[0]]))
+        numbers = _equally_varying([*map(_number, cotangents[0]), *inputs])[: len(cotangents[0])]
+        return tuple(gradients(options, backend, needs.inputs, inputs, kept, numbers))
 
     @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
     def gradients(options, backend, needs, inputs, kept, cotangents):
