@@ -5,7 +5,7 @@ of an op, and the channels that it declares. An input that lacks a split dimensi
 finds a part of its gradient: their sum is the gradient.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -39,6 +39,37 @@ class Rule:
     def divides(self, dim: str, parts: int) -> bool:
         """Whether a dimension can be split into so many equal parts."""
         return all(count % parts == 0 for count in self.counts[dim])
+
+
+@dataclass(frozen=True)
+class Pass:
+    """How the arrays of a forward or backward pass are split, those that are there, in the order that the pass has them.
+
+    `sums` are, for each result, the dimensions over whose parts it is a sum.
+    """
+
+    arguments: tuple[Axes, ...]
+    results: tuple[Axes, ...]
+    sums: tuple[tuple[str, ...], ...]
+
+
+def forward_pass(op: Op, call: Call, save: bool) -> Pass:
+    """Inputs -> outputs, then what is saved besides them."""
+    whole = rule(op, call)
+    results = whole.outputs + (whole.saved if save else ())
+    return Pass(tuple(axes for axes in whole.inputs if axes is not None), results, ((),) * len(results))
+
+
+def backward_pass(op: Op, call: Call, needs: Sequence[bool]) -> Pass:
+    """Inputs, what the forward pass kept, gradients of outputs -> gradients of the inputs that `needs` marks."""
+    whole = rule(op, call)
+    kept = op.kept((*whole.outputs, *whole.saved), list(call.options.values()))
+    needed = [i for i, need in enumerate(needs) if need]
+    return Pass(
+        tuple(axes for axes in (*whole.inputs, *kept, *whole.outputs) if axes is not None),
+        tuple(whole.inputs[i] or () for i in needed),
+        tuple(map(whole.summed, needed)),
+    )
 
 
 @lru_cache(maxsize=1024)

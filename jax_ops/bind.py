@@ -13,18 +13,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import dispatch
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
-from jax.sharding import PartitionSpec
 
 from bridge.backends import choose
 from bridge.op import Call, Op
 from bridge.signature import Array, Given
-from bridge.vmap import rule, unmapped
+from bridge.sharding import backward_pass, forward_pass
 from jax_ops import loops
 from jax_ops.launch import run_compiled, run_interpreted
+from jax_ops.primitive import primitive
+from jax_ops.sharding import Split, explicit
 
 _bound: dict[str, tuple[Op, Callable[..., Any]]] = {}
 
@@ -93,7 +91,8 @@ def _bind(op: Op) -> Callable[..., Any]:
         options = values[: len(op.options)]
         checked = op.call([x if x is None else Given(x.shape, x.dtype.name, _device(x)) for x in inputs], options)
         op.check_values(checked, {n: np.asarray(x) for n, x in zip(checked.given, inputs, strict=True) if n in op.values and _readable(x)})
-        return op.returned(apply(options, backend, False, *_equally_varying(inputs))[0], values)
+        outputs = explicit(op, checked, inputs, lambda *inputs: apply(options, backend, False, *_equally_varying(inputs))[0])
+        return op.returned(outputs, values)
 
     return op.function(call)
 
@@ -118,11 +117,15 @@ def _forward(op: Op):
         inside, outside = _batches(op, shapes, size, present)
         return inside, outside + ([0] * op.further(options) if save else [])
 
-    primitive = _primitive(f"{op.name}_forward", op.batch, implementation, abstract, positions)
+    def split(*avals, present, options, backend, save):
+        call = _call(op, _spread(avals, present), options)
+        return Split.of(op, call, forward_pass(op, call, save))
+
+    bound = primitive(f"{op.name}_forward", op.batch, implementation, abstract, positions, split)
 
     def run(options, backend, save, inputs):
         present = tuple(x is not None for x in inputs)
-        return primitive.bind(*(x for x in inputs if x is not None), present=present, options=options, backend=backend, save=save)
+        return bound(*(x for x in inputs if x is not None), present=present, options=options, backend=backend, save=save)
 
     return run
 
@@ -130,12 +133,12 @@ def _forward(op: Op):
 def _backward(op: Op):
     """(options, backend, needs, inputs, kept, cotangents) -> the gradients of the inputs that `needs` marks, as one primitive."""
 
-    def split(arrays, present):
+    def kinds(arrays, present):
         n, end = sum(present), len(arrays) - len(op.output_names)
         return _spread(arrays[:n], present), arrays[n:end], arrays[end:]
 
     def implementation(gpu, *arrays, present, options, backend, needs):
-        inputs, kept, cotangents = split(arrays, present)
+        inputs, kept, cotangents = kinds(arrays, present)
         call = _call(op, inputs, options)
         chosen, _ = choose(op.name, backend, gpu)
         if chosen == "reference" or op.backward is None:
@@ -147,7 +150,7 @@ def _backward(op: Op):
         return _run(op.backward_plan(call, needed), chosen, known)
 
     def abstract(*avals, present, options, backend, needs):
-        inputs = split(avals, present)[0]
+        inputs = kinds(avals, present)[0]
         return [Array(x.shape, x.dtype.name) for x, need in zip(inputs, needs, strict=True) if need]
 
     def positions(shapes, size, present, options, backend, needs):
@@ -156,46 +159,20 @@ def _backward(op: Op):
         needed = [p for p, need in zip(_spread(inside, present), needs, strict=True) if need]
         return [*inside, *kept, *outside], needed
 
-    primitive = _primitive(f"{op.name}_backward", op.batch, implementation, abstract, positions)
+    def split(*avals, present, options, backend, needs):
+        call = _call(op, kinds(avals, present)[0], options)
+        return Split.of(op, call, backward_pass(op, call, needs))
+
+    bound = primitive(f"{op.name}_backward", op.batch, implementation, abstract, positions, split)
 
     def run(options, backend, needs, inputs, kept, cotangents):
         if not any(needs):
             return []
         present = tuple(x is not None for x in inputs)
         arrays = (*(x for x in inputs if x is not None), *kept, *cotangents)
-        return primitive.bind(*arrays, present=present, options=options, backend=backend, needs=needs)
+        return bound(*arrays, present=present, options=options, backend=backend, needs=needs)
 
     return run
-
-
-def _primitive(name: str, batch: str | None, implementation: Callable, abstract: Callable, positions: Callable) -> Primitive:
-    primitive = Primitive(name)
-    primitive.multiple_results = True
-    primitive.def_impl(partial(dispatch.apply_primitive, primitive))
-
-    def shaped(*avals, **params):
-        # What varies over a manual mesh axis in the inputs does so in the outputs.
-        first = avals[0]
-
-        def like_first(array: Array):
-            sharding = first.sharding.update(spec=PartitionSpec(*[None] * len(array.shape)))
-            return first.update(shape=array.shape, dtype=jnp.dtype(array.dtype), weak_type=False, sharding=sharding)
-
-        return [like_first(array) for array in abstract(*avals, **params)]
-
-    def batched(arrays, axes, **params):
-        def apply(*arrays):
-            return primitive.bind(*arrays, **params)
-
-        size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
-        shapes = [unmapped(x.shape, axis) for x, axis in zip(arrays, axes, strict=True)]
-        return rule(jnp, _each, batch, apply, size, axes, arrays, *positions(shapes, size, **params))
-
-    primitive.def_abstract_eval(shaped)
-    batching.primitive_batchers[primitive] = batched
-    for platform, gpu in ((None, False), ("cuda", True), ("rocm", True)):
-        mlir.register_lowering(primitive, mlir.lower_fun(partial(implementation, gpu), multiple_results=True), platform=platform)
-    return primitive
 
 
 def _run(plan, backend: str, arrays) -> list[jax.Array]:
@@ -244,10 +221,6 @@ def _spread(arrays, present) -> list:
     """Arrays at their places among all inputs, None where there is none."""
     rest = iter(arrays)
     return [next(rest) if there else None for there in present]
-
-
-def _each(function, slices):
-    return jax.lax.map(lambda current: function(*current), tuple(slices))
 
 
 def _equally_varying(inputs):
