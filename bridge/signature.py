@@ -161,8 +161,8 @@ class Signature:
             else:
                 _match(function, argument.name, fitting[0], shape, sizes, setter, limits)
         for name, forms in unsettled:
-            agreeing = [f for f in forms if all(sizes.get(_letter(d), n) == n for d, n in zip(f, shapes[name], strict=True))]
-            _match(function, name, (agreeing or forms)[0], shapes[name], sizes, setter, limits)
+            agreeing = (f for f in forms if all(sizes.get(_letter(d), n) == n for d, n in zip(f, shapes[name], strict=True)))
+            _match(function, name, next(agreeing, forms[0]), shapes[name], sizes, setter, limits)
         for output in self.outputs:
             sizes.forms[output.name] = _resolve(output.forms[0], letters)
         return sizes
@@ -191,7 +191,7 @@ def _match(function, name: str, dims: Dims, shape: Shape, sizes: Sizes, setter: 
         letter, size = _letter(dim), size - _more(dim)
         if letter not in sizes:
             allowed = limits.get(letter, range(1 << 62))
-            if size not in allowed:
+            if not allowed.start <= size < allowed.stop:  # `in` would ask a size that isn't known yet about each number
                 bounds = f"{allowed[0]} <= {letter}" + (f" <= {allowed[-1]}" if letter in limits else "")
                 raise ValueError(f"{want} with {bounds}, got {got}")
             sizes[letter], setter[letter] = size, name
