@@ -13,7 +13,7 @@ import torch
 
 from bridge.op import Op
 from bridge.vmap import rule, unmapped
-from torch_ops import loops
+from torch_ops import loops, sharding
 from torch_ops.dispatch import define
 from torch_ops.tensors import check_kinds
 
@@ -24,6 +24,7 @@ class _Binding:
     def __init__(self, op: Op):
         self.op, self.function = op, op.function(partial(_call, op.name))
         self.forward, self.backward = define(op)
+        sharding.announce(op, self.forward, self.backward)
         self.inputs, self.outputs = len(op.signature.inputs), len(op.signature.outputs)
         self.rest = self.inputs + len(op.options) + 1
 
@@ -52,6 +53,7 @@ def _call(name: str, arrays: tuple, values: tuple, backend: str | None):
     op = _bound[name].op
     values = op.check_options(values, backend)
     check_kinds(op, arrays)
+    sharding.tell()
     save = (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arrays)) or _transforming()
     return op.returned(Forward.apply(name, save, *arrays, *values[: len(op.options)], backend), values)
 
