@@ -29,7 +29,7 @@ def define(op: Op) -> tuple[Pass, Pass]:
     def further(call: Call, save: bool, backend: str) -> list[Array]:
         """What is saved besides outputs. It is for kernels: the loop saves nothing, and hands empty tensors on."""
         saved = list(op.results(call, save).values())[len(call.outputs) :]
-        return [Array((0,), a.dtype) for a in saved] if backend == "reference" else saved
+        return [Array((0,) * len(a.shape), a.dtype) for a in saved] if backend == "reference" else saved
 
     def forward(*args):
         inputs, call, backend, device = split(op, args[:-1])
