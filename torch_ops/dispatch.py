@@ -14,7 +14,7 @@ from bridge.op import Call, Op
 from bridge.options import Choice, Flag, Integer, Real
 from bridge.signature import Array
 from torch_ops import loops
-from torch_ops.tensors import describe, empty, prepared, run
+from torch_ops.tensors import as_numpy, describe, empty, prepared, run
 
 Pass = Callable[..., list[torch.Tensor]]
 
@@ -88,7 +88,7 @@ def split(op: Op, args: Sequence[Any]) -> tuple[Sequence[Any], Call, str, torch.
 def check_values(op: Op, call: Call, inputs: Sequence[torch.Tensor | None]) -> None:
     """Look at the values of integer inputs, where that doesn't wait for a device."""
     given = zip(call.given, inputs, strict=True)
-    op.check_values(call, {name: x.numpy() for name, x in given if name in op.values and x is not None and x.device.type == "cpu"})
+    op.check_values(call, {name: as_numpy(x) for name, x in given if name in op.values and x is not None and x.device.type == "cpu"})
 
 
 def schema(op: Op, written: Collection[str] = ()) -> str:

@@ -159,3 +159,21 @@ def check_compiled(rank):
 
 def test_compiled():
     together(check_compiled)
+
+
+def check_one_output(rank):
+    """Of what comes out only one is used: nothing is asked of the gradient of the other."""
+    op, mesh = BY_NAME["selective_scan"], init_device_mesh("cpu", (2, 2))
+    case = case_of(op, "everything")
+    call, whole = function(op, case, "reference"), {k: v.requires_grad_() for k, v in arrays(FRONTEND, case, "float64").items()}
+    forms = forms_of(op, case, whole)
+    split_up = {k: distribute_tensor(v.detach(), mesh, places(forms[k], SPLITS[0])).requires_grad_() for k, v in whole.items()}
+    for i in range(2):
+        found = torch.autograd.grad(call(split_up)[i].sum(), list(split_up.values()), materialize_grads=True, allow_unused=True)
+        wanted = torch.autograd.grad(call(whole)[i].sum(), list(whole.values()), materialize_grads=True, allow_unused=True)
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one.full_tensor(), other)
+
+
+def test_one_output():
+    together(check_one_output)
