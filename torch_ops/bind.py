@@ -13,7 +13,7 @@ import torch
 
 from bridge.op import Op
 from bridge.vmap import rule, unmapped
-from torch_ops import loops, sharding
+from torch_ops import flops, loops, sharding
 from torch_ops.dispatch import define
 from torch_ops.tensors import DTYPES, check_kinds, describe
 
@@ -24,6 +24,7 @@ class _Binding:
     def __init__(self, op: Op):
         self.op, self.function = op, op.function(partial(_call, op.name))
         self.forward, self.backward = define(op)
+        flops.register(op, self.forward, self.backward)
         sharding.announce(op, self.forward, self.backward)
         self.inputs, self.outputs = len(op.signature.inputs), len(op.signature.outputs)
         self.rest = self.inputs + len(op.options) + 1
