@@ -190,9 +190,10 @@ def _match(function, name: str, dims: Dims, shape: Shape, sizes: Sizes, setter: 
     for dim, size in zip(rest, shape, strict=True):
         letter, size = _letter(dim), size - _more(dim)
         if letter not in sizes:
-            allowed = limits.get(letter, range(1 << 62))
-            if not allowed.start <= size < allowed.stop:  # `in` would ask a size that isn't known yet about each number
-                bounds = f"{allowed[0]} <= {letter}" + (f" <= {allowed[-1]}" if letter in limits else "")
+            allowed = limits.get(letter)
+            # Compared, and not looked up: of a size that isn't known yet, `in` would ask about each number.
+            if size < (allowed.start if allowed else 0) or (allowed and size >= allowed.stop):
+                bounds = f"{allowed[0]} <= {letter} <= {allowed[-1]}" if allowed else f"0 <= {letter}"
                 raise ValueError(f"{want} with {bounds}, got {got}")
             sizes[letter], setter[letter] = size, name
         elif size != sizes[letter]:
