@@ -98,6 +98,9 @@ class Op:
     `channels` names the dimension each of whose entries is computed by itself, too, and then a dimension of groups of them,
     where there are such. Batch and channels can be split over devices (bridge/sharding.py); to that end `saved_dims[x]` says
     which of them the axes of a further array x are, "b _ d" for one with the batch first and channels last.
+
+    flops(call) counts the floating-point operations of the forward and of the backward pass by their definition: additions,
+    multiplications, divisions, exponentials and logarithms, one each, and nothing that is only computed again.
     """
 
     name: str
@@ -116,6 +119,7 @@ class Op:
     packing: str | None = None
     channels: tuple[str, ...] = ()
     saved_dims: Mapping[str, str] = field(default_factory=dict)
+    flops: Callable[[Call], tuple[int, int]] | None = None
     cases: tuple[Case, ...] = ()
     doc: str = ""
 

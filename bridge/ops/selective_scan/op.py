@@ -28,6 +28,7 @@ from bridge.op import Call, Op
 from bridge.ops.selective_scan import backward as backwards
 from bridge.ops.selective_scan import forward as forwards
 from bridge.ops.selective_scan.cases import CASES
+from bridge.ops.selective_scan.flops import flops
 from bridge.ops.selective_scan.reference import selective_scan as reference
 from bridge.options import Flag
 from bridge.plan import Launch, Plan, cdiv, power_of_two
@@ -345,6 +346,7 @@ selective_scan = Op(
     packing="cu_seqlens",
     channels=("d", "g"),
     saved_dims={"states": "b _ _ d"},
+    flops=flops,
     cases=CASES,
     doc=__doc__ or "",
 )

@@ -30,6 +30,7 @@ from bridge.ops.sinkhorn import backward as backwards
 from bridge.ops.sinkhorn import forward as forwards
 from bridge.ops.sinkhorn import reference
 from bridge.ops.sinkhorn.cases import CASES, MHC_BWD_CASES
+from bridge.ops.sinkhorn.flops import mhc_bwd_flops, sinkhorn_flops
 from bridge.options import Choice, Integer, Real
 from bridge.plan import Launch, Plan, cdiv, power_of_two
 from bridge.signature import ELLIPSIS, Array, Signature
@@ -138,6 +139,7 @@ sinkhorn = Op(
     saves=saves,
     backward=backward,
     batch=ELLIPSIS,
+    flops=sinkhorn_flops,
     cases=CASES,
     doc=__doc__ or "",
 )
@@ -150,6 +152,7 @@ mhc_bwd = Op(
     reference=reference.mhc_bwd,
     forward=mhc_bwd_forward,
     batch=ELLIPSIS,
+    flops=mhc_bwd_flops,
     cases=MHC_BWD_CASES,
     doc=__doc__ or "",
 )
