@@ -41,7 +41,14 @@ TRANSFORMS = {
         "time over devices": "`selective_scan_over_time`: steps split over a mesh axis, and gradients",
         "several processes": "`jax.distributed`",
     },
-    "torch": {},
+    "torch": {
+        "grad": "`torch.func.grad`, with respect to every input",
+        "jacrev": "`torch.func.jacrev`",
+        "grad of grad": "`torch.func.grad` of a function of `torch.func.grad`; through the reference",
+        "vmap": "`torch.func.vmap` over one argument, over those with the batch, over all: weights of an ensemble, too",
+        "vmap of grad": "`vmap(grad(f))`, gradients of each example",
+        "grad of vmap": "`grad` through `vmap`",
+    },
 }
 FRAMEWORKS = {"jax": "JAX", "torch": "PyTorch"}
 

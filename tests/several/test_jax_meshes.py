@@ -4,8 +4,8 @@ added up over the devices once."""
 import re
 
 import pytest
-from common import by_name
-from jax_settings import ALL, FRONTEND, close, loss, setting
+from common import KERNELS, by_name
+from jax_settings import ALL, close, loss, mesh_of, setting
 
 from bridge import ops
 from bridge.signature import ELLIPSIS
@@ -18,10 +18,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 MOVES = ("all-gather", "all-to-all", "collective-permute", "reduce-scatter", "all-reduce")
 each_op = pytest.mark.parametrize("op", ALL, ids=by_name)
 each_kind = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=by_name)
-
-
-def mesh_of(kind, **sizes):
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
 
 
 def spec(form, splits):
@@ -163,7 +159,21 @@ def test_errors():
 
 def test_interpreter_over_a_mesh():
     """A callback to the host isn't split, and finds its way."""
+    if KERNELS != "interpret":
+        pytest.skip("needs the interpreter")
     s, mesh = setting(ALL[-1]), mesh_of(AxisType.Auto, data=4)
     given = placed(mesh, s.values, s.forms(), {"b": "data"})
     close(jax.jit(s.kernels)(given), s.loop(s.values))
-    assert FRONTEND.name == "jax"
+
+
+@each_kind
+@pytest.mark.parametrize("split", ["data", "model"])
+@each_op
+def test_kernels_over_a_mesh(op, split, kind):
+    if KERNELS != "triton" or len(jax.devices()) < 2:
+        pytest.skip("needs two GPUs")
+    s, mesh = setting(op), mesh_of(kind, "gpu", **{split: 2})
+    splits = {dim: axis for dim, axis in splits_of(op).items() if axis == split}
+    compiled = jax.jit(jax.value_and_grad(loss(s.kernels))).lower(placed(mesh, s.values, s.forms(), splits)).compile()
+    close(compiled(placed(mesh, s.values, s.forms(), splits)), s.gradient(s.values))
+    assert not set(moves(compiled)) - {"all-reduce"}
