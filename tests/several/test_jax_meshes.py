@@ -153,8 +153,11 @@ def test_errors():
         specs = {name: spec(forms[name], {"b": "data"}) for name in s.values}
         out = tuple(spec(forms[o.name], {"b": "data"}) for o in SCAN.signature.outputs)
         partly = jax.shard_map(s.f, mesh=mesh, in_specs=(specs,), out_specs=out, axis_names={"data"})
-        with pytest.raises(NotImplementedError, match="name model in its axis_names, too"):
+        with pytest.raises(NotImplementedError, match=r"Manual \(data\) and .* \(model\), but they have to be of one"):
             jax.jit(partly)(s.values)
+    mixed_types = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    with pytest.raises(NotImplementedError, match=r"Auto \(data\) and Explicit \(model\)"):
+        s.f(placed(mixed_types, s.values, forms, {"b": "data"}))
 
 
 def test_interpreter_over_a_mesh():
