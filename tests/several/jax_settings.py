@@ -63,6 +63,13 @@ class Setting:
         """The loop's loss and its gradients."""
         return jax.jit(jax.value_and_grad(loss(self.loop)))
 
+    @property
+    def derived(self):
+        """The gradient of the op's loss, and of the loop's; of an op whose gradient is the loop's anyway, the outputs."""
+        if self.op.backward is None:
+            return self.f, self.loop
+        return jax.grad(loss(self.f)), lambda values: self.gradient(values)[1]
+
     def forms(self):
         """The dimensions of every input and output in this call."""
         options = [self.case.options.get(name, option.default) for name, option in self.op.options.items()]
