@@ -37,7 +37,7 @@ TRANSFORMS = {
         "export": "`jax.export`, and the program read again",
         "donation": "`donate_argnums`",
         "cost": "`compiled.cost_analysis()` counts operations",
-        "forward mode": "`jax.jvp`, `jax.jacfwd`",
+        "forward mode": "`jax.jvp`, `jax.jacfwd`; in a compiled function the error is in JAX's own words",
         "time over devices": "`selective_scan_over_time`: steps split over a mesh axis, and gradients",
         "several processes": "`jax.distributed`",
     },
