@@ -105,6 +105,13 @@ class Op:
 
     `batch` names the dimension over which nothing but inputs without it is shared: vmap folds the mapped axis into it.
     Where the input named `packing` is given, several sequences share one batch, and there is nothing to fold into.
+
+    `channels` names the dimension each of whose entries is computed by itself, too, and then a dimension of groups of them,
+    where there are such. Batch and channels can be split over devices (bridge/sharding.py); to that end `saved_dims[x]` says
+    which of them the axes of a further array x are, "b _ d" for one with the batch first and channels last.
+
+    flops(call) counts the floating-point operations of the forward and of the backward pass by their definition: additions,
+    multiplications, divisions, exponentials and logarithms, one each, and nothing that is only computed again.
     """
 
     name: str
@@ -125,6 +132,9 @@ class Op:
     size_classes: tuple[str, ...] = ("any",)
     size_class: Callable[[Call], str] = lambda call: "any"
     exponentials: Callable[[Call, str], int] | None = None
+    channels: tuple[str, ...] = ()
+    saved_dims: Mapping[str, str] = field(default_factory=dict)
+    flops: Callable[[Call], tuple[int, int]] | None = None
     cases: tuple[Case, ...] = ()
     models: tuple[Case, ...] = ()
     sweeps: Mapping[str, tuple[Case, ...]] = field(default_factory=dict)

@@ -58,7 +58,7 @@ class Real:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"{where} must be a real number, got {value!r}")
         number = float(value)
-        if not (math.isfinite(number) and number >= self.minimum):
+        if not self.minimum <= number < math.inf:  # nor for NaN
             raise ValueError(f"{where} must be finite and at least {self.minimum}, got {value!r}")
         return number
 

@@ -161,8 +161,8 @@ class Signature:
             else:
                 _match(function, argument.name, fitting[0], shape, sizes, setter, limits)
         for name, forms in unsettled:
-            agreeing = [f for f in forms if all(sizes.get(_letter(d), n) == n for d, n in zip(f, shapes[name], strict=True))]
-            _match(function, name, (agreeing or forms)[0], shapes[name], sizes, setter, limits)
+            agreeing = (f for f in forms if all(sizes.get(_letter(d), n) == n for d, n in zip(f, shapes[name], strict=True)))
+            _match(function, name, next(agreeing, forms[0]), shapes[name], sizes, setter, limits)
         for output in self.outputs:
             sizes.forms[output.name] = _resolve(output.forms[0], letters)
         return sizes
@@ -190,9 +190,10 @@ def _match(function, name: str, dims: Dims, shape: Shape, sizes: Sizes, setter: 
     for dim, size in zip(rest, shape, strict=True):
         letter, size = _letter(dim), size - _more(dim)
         if letter not in sizes:
-            allowed = limits.get(letter, range(1 << 62))
-            if size not in allowed:
-                bounds = f"{allowed[0]} <= {letter}" + (f" <= {allowed[-1]}" if letter in limits else "")
+            allowed = limits.get(letter)
+            # Compared, and not looked up: of a size that isn't known yet, `in` would ask about each number.
+            if size < (allowed.start if allowed else 0) or (allowed and size >= allowed.stop):
+                bounds = f"{allowed[0]} <= {letter} <= {allowed[-1]}" if allowed else f"0 <= {letter}"
                 raise ValueError(f"{want} with {bounds}, got {got}")
             sizes[letter], setter[letter] = size, name
         elif size != sizes[letter]:

@@ -9,6 +9,7 @@ _require("jax", ">=0.10,<0.12", "jax-triton up to 0.4.1 has no kernels under 0.1
 
 from jax_ops import reference
 from jax_ops.bind import bind
+from jax_ops.over_time import selective_scan_over_time
 
 selective_scan = bind(_ops["selective_scan"])
 selective_scan_step = bind(_ops["selective_scan_step"])
@@ -21,4 +22,6 @@ def sinkhorn_forward(M, iters=20):
     return sinkhorn(M, iters=iters), jnp.exp(M)
 
 
-__all__ = ["bind", "mhc_bwd", "reference", "selective_scan", "selective_scan_step", "sinkhorn", "sinkhorn_forward"]
+__all__ = [
+    "bind", "mhc_bwd", "reference", "selective_scan", "selective_scan_over_time", "selective_scan_step", "sinkhorn", "sinkhorn_forward",
+]  # fmt: skip

@@ -12,6 +12,7 @@ _require("torch", ">=2.11", "pip install 'torch>=2.11'")
 from torch_ops import reference
 from torch_ops.bind import bind
 from torch_ops.in_place import bind_in_place
+from torch_ops.over_time import selective_scan_over_time
 
 selective_scan = bind(_ops["selective_scan"])
 selective_scan_step = bind(_ops["selective_scan_step"])
@@ -25,4 +26,7 @@ def sinkhorn_forward(M, iters=20):
     return sinkhorn(M, iters=iters), torch.exp(M)
 
 
-__all__ = ["bind", "mhc_bwd", "reference", "selective_scan", "selective_scan_step", "selective_scan_step_", "sinkhorn", "sinkhorn_forward"]
+__all__ = [
+    "bind", "mhc_bwd", "reference", "selective_scan", "selective_scan_over_time", "selective_scan_step", "selective_scan_step_",
+    "sinkhorn", "sinkhorn_forward",
+]  # fmt: skip

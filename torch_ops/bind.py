@@ -13,9 +13,9 @@ import torch
 
 from bridge.op import Op
 from bridge.vmap import rule, unmapped
-from torch_ops import loops
+from torch_ops import flops, loops, sharding
 from torch_ops.dispatch import define
-from torch_ops.tensors import check_kinds
+from torch_ops.tensors import DTYPES, check_kinds, describe
 
 
 class _Binding:
@@ -24,6 +24,8 @@ class _Binding:
     def __init__(self, op: Op):
         self.op, self.function = op, op.function(partial(_call, op.name))
         self.forward, self.backward = define(op)
+        flops.register(op, self.forward, self.backward)
+        sharding.announce(op, self.forward, self.backward)
         self.inputs, self.outputs = len(op.signature.inputs), len(op.signature.outputs)
         self.rest = self.inputs + len(op.options) + 1
 
@@ -31,6 +33,15 @@ class _Binding:
         """Where the batch stands in inputs and outputs, of which `axes` of this size are being mapped."""
         names = (i.name for i in self.op.signature.inputs)
         return self.op.batches({n: unmapped(x.shape, axis) for n, x, axis in zip(names, inputs, axes, strict=True) if x is not None}, size)
+
+    def complete(self, cotangents, inputs, options):
+        """The gradients of the outputs, with zeros for those that nothing was made of; as the others are, on a mesh, say."""
+        if all(c is not None for c in cotangents):
+            return cotangents
+        one = next(c for c in cotangents if c is not None)
+        made = self.op.call(list(map(describe, inputs)), options).outputs.values()
+        given = zip(cotangents, made, strict=True)
+        return [one.new_zeros(a.shape, dtype=DTYPES[a.dtype]) if c is None else c for c, a in given]
 
 
 _bound: dict[str, _Binding] = {}
@@ -52,6 +63,7 @@ def _call(name: str, arrays: tuple, values: tuple, backend: str | None):
     op = _bound[name].op
     values = op.check_options(values, backend)
     check_kinds(op, arrays)
+    sharding.tell()
     save = (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arrays)) or _transforming()
     return op.returned(Forward.apply(name, save, *arrays, *values[: len(op.options)], backend), values)
 
@@ -72,6 +84,7 @@ class Forward(torch.autograd.Function):
         ctx.name, save, *args = inputs
         bound = _bound[ctx.name]
         ctx.settings = tuple(args[bound.inputs :])
+        ctx.set_materialize_grads(False)  # they would be plain tensors, also where outputs are of another class
         ctx.mark_non_differentiable(*output[bound.outputs :])
         ctx.save_for_backward(*args[: bound.inputs], *(bound.op.kept(output, ctx.settings[:-1]) if save else ()))
 
@@ -79,7 +92,8 @@ class Forward(torch.autograd.Function):
     def backward(ctx, *cotangents):
         bound, kept = _bound[ctx.name], ctx.saved_tensors
         n, needs = bound.inputs, ctx.needs_input_grad[2 : 2 + bound.inputs]
-        inputs, saved, cotangents = kept[:n], kept[n:], cotangents[: bound.outputs]
+        inputs, saved = kept[:n], kept[n:]
+        cotangents = bound.complete(cotangents[: bound.outputs], inputs, ctx.settings[:-1])
         if torch.compiler.is_compiling():  # it has no second derivatives, and can't look into one Function from another
             found = iter(bound.backward(*inputs, *ctx.settings, list(needs), list(saved), list(cotangents)))
         else:

@@ -14,7 +14,7 @@ from bridge.op import Call, Op
 from bridge.options import Choice, Flag, Integer, Real
 from bridge.signature import Array
 from torch_ops import loops
-from torch_ops.tensors import card, describe, empty, prepared, run
+from torch_ops.tensors import as_numpy, card, describe, empty, prepared, run
 
 Pass = Callable[..., list[torch.Tensor]]
 
@@ -29,7 +29,7 @@ def define(op: Op) -> tuple[Pass, Pass]:
     def further(call: Call, save: bool, backend: str) -> list[Array]:
         """What is saved besides outputs. It is for kernels: the loop saves nothing, and hands empty tensors on."""
         saved = list(op.results(call, save).values())[len(call.outputs) :]
-        return [Array((0,), a.dtype) for a in saved] if backend == "reference" else saved
+        return [Array((0,) * len(a.shape), a.dtype) for a in saved] if backend == "reference" else saved
 
     def forward(*args):
         inputs, call, backend, device = split(op, args[:-1])
@@ -88,7 +88,7 @@ def split(op: Op, args: Sequence[Any]) -> tuple[Sequence[Any], Call, str, torch.
 def check_values(op: Op, call: Call, inputs: Sequence[torch.Tensor | None]) -> None:
     """Look at the values of integer inputs, where that doesn't wait for a device."""
     given = zip(call.given, inputs, strict=True)
-    op.check_values(call, {name: x.numpy() for name, x in given if name in op.values and x is not None and x.device.type == "cpu"})
+    op.check_values(call, {name: as_numpy(x) for name, x in given if name in op.values and x is not None and x.device.type == "cpu"})
 
 
 def schema(op: Op, written: Collection[str] = ()) -> str:

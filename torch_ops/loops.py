@@ -1,6 +1,7 @@
 """The references as torch runs them: the array namespace and the scan that they are written in."""
 
 import math
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
@@ -70,14 +71,14 @@ def run(op: Op, inputs, options) -> tuple[torch.Tensor, ...]:
 
 def gradients(op: Op, inputs, options, cotangents, needs) -> tuple[torch.Tensor, ...]:
     """The gradients of the inputs that `needs` marks, by the loop. Not differentiable."""
-    with torch.enable_grad():
+    with _autograd():
         leaves = [x if x is None else x.detach().requires_grad_(need) for x, need in zip(inputs, needs, strict=True)]
         wanted = [x for x, need in zip(leaves, needs, strict=True) if need and x is not None]
         own = _own_gradients(op, leaves, options, cotangents)
         if own is not None:
             return tuple(g.detach() for g, need in zip(own, needs, strict=True) if need)
         outputs = [(o, c) for o, c in zip(run(op, leaves, options), cotangents, strict=True) if o.requires_grad]
-        if not outputs:  # a loop over nothing
+        if not outputs:  # a loop over nothing, since autograd is on
             return tuple(torch.zeros_like(x) for x in wanted)
         results, given = zip(*outputs, strict=True)
         return torch.autograd.grad(results, wanted, given, allow_unused=True, materialize_grads=True)
@@ -106,6 +107,16 @@ def second_gradients(op: Op, inputs, options, cotangents, needs, seconds):
     pull = torch.func.vjp(first, *(inputs[i] for i in present), *cotangents)[1]
     pulled = pull(tuple(seconds))
     return place(pulled[: len(present)], nothing), list(pulled[len(present) :])
+
+
+@contextmanager
+def _autograd():
+    """Autograd within the implementation of a dispatcher op, also where a dispatch mode or a tensor subclass called that: they
+    stand below autograd, and keep it off."""
+    keys, here = torch._C.DispatchKey, torch._C._dispatch_tls_local_exclude_set()
+    off = here - torch._C.DispatchKeySet(keys.AutogradFunctionality) - torch._C.DispatchKeySet(keys.ADInplaceOrView)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), off), torch.enable_grad():
+        yield
 
 
 def widen(x: torch.Tensor | None) -> torch.Tensor | None:

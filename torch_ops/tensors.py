@@ -5,6 +5,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 
 from bridge import interpret, tuning
@@ -84,18 +85,20 @@ def run_compiled(plan: Plan, arrays: Tensors, device: torch.device, buffers: Buf
 
 def run_interpreted(plan: Plan, arrays: Tensors, buffers: Buffers = NONE) -> list[torch.Tensor]:
     """Carry a plan out on the CPU, in Triton's interpreter."""
-    views = {name: _bits(x) for name, x in buffers.items()}
+    views = {name: as_numpy(x) for name, x in buffers.items()}
 
     def execute(launch: Launch, inputs: list[torch.Tensor | None]) -> list[torch.Tensor]:
-        bits = interpret.execute(launch, [None if x is None else (_bits(x), NAMES[x.dtype]) for x in inputs], views)
+        bits = interpret.execute(launch, [None if x is None else (as_numpy(x), NAMES[x.dtype]) for x in inputs], views)
         return [torch.from_numpy(b).view(DTYPES[a.dtype]) for b, a in zip(bits, launch.outputs.values(), strict=True)]
 
     return plan.run(arrays, execute)
 
 
-def _bits(tensor: torch.Tensor):
+def as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """The memory of a tensor on the CPU, bfloat16 as its bits. (Tensor.numpy would leave it a storage that can't be resized,
+    which sharded parameters are.)"""
     tensor = tensor.detach()
-    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+    return np.from_dlpack(tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor)
 
 
 @cache

@@ -29,6 +29,7 @@ from bridge.op import Call, Op
 from bridge.ops.selective_scan import backward as backwards
 from bridge.ops.selective_scan import forward as forwards
 from bridge.ops.selective_scan.cases import CASES, MODELS, SWEEPS
+from bridge.ops.selective_scan.flops import flops
 from bridge.ops.selective_scan.reference import selective_scan as reference
 from bridge.options import Flag
 from bridge.plan import Launch, Plan, cdiv, power_of_two
@@ -398,6 +399,9 @@ selective_scan = Op(
     size_classes=tuple(CLASSES),
     size_class=size_class,
     exponentials=exponentials,
+    channels=("d", "g"),
+    saved_dims={"states": "b _ _ d"},
+    flops=flops,
     cases=CASES,
     models=MODELS,
     sweeps=SWEEPS,

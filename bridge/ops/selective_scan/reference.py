@@ -36,11 +36,14 @@ def step_sizes(xp, delta, delta_bias, delta_softplus):
 
 def advance(xp, h, x, dt, A, B, C):
     """The next state, b d n, and y. x, dt: b d. B and C: b n or b g n; for what is constant in time, 1 d n."""
-    # Of a state that is zero even a growth beyond all numbers makes zero, and not NaN.
-    number = xp.finfo(h.dtype)
-    decay = xp.exp(xp.clip(dt[:, :, None] * A, max=math.log(number.max) * (1 - number.eps)))
-    h = decay * h + (dt * x)[:, :, None] * per_channel(xp, B, x.shape[1])
+    h = decay(xp, dt, A) * h + (dt * x)[:, :, None] * per_channel(xp, B, x.shape[1])
     return h, xp.sum(h * per_channel(xp, C, x.shape[1]), -1)
+
+
+def decay(xp, dt, A):
+    """exp(dt A), b d n, for times dt: b d. Of a state that is zero even a growth beyond all numbers makes zero, and not NaN."""
+    number = xp.finfo(dt.dtype)
+    return xp.exp(xp.clip(dt[:, :, None] * A, max=math.log(number.max) * (1 - number.eps)))
 
 
 def per_channel(xp, M, channels):

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from bridge.op import Call, Op
+from bridge.ops.selective_scan.flops import flops
 from bridge.ops.selective_scan.op import Passes, refuse
 from bridge.ops.selective_scan_step.cases import CASES
 from bridge.ops.selective_scan_step.kernels import step
@@ -64,6 +65,8 @@ selective_scan_step = Op(
     forward=forward,
     backward=backward,
     batch="b",
+    channels=("d", "g"),
+    flops=flops,
     cases=CASES,
     doc=__doc__ or "",
 )

@@ -31,6 +31,7 @@ from bridge.ops.sinkhorn import forward as forwards
 from bridge.ops.sinkhorn import implicit as implicits
 from bridge.ops.sinkhorn import reference
 from bridge.ops.sinkhorn.cases import CASES, MHC_BWD_CASES, MHC_BWD_MODELS, MODELS, SWEEPS
+from bridge.ops.sinkhorn.flops import mhc_bwd_flops, sinkhorn_flops
 from bridge.options import Choice, Integer, Real
 from bridge.plan import Launch, Plan, cdiv, power_of_two
 from bridge.signature import ELLIPSIS, Array, Signature
@@ -165,6 +166,7 @@ sinkhorn = Op(
     tunables={"forward": WARPS, "backward": WARPS},
     size_classes=SIZE_CLASSES,
     size_class=size_class,
+    flops=sinkhorn_flops,
     cases=CASES,
     models=MODELS,
     sweeps=SWEEPS,
@@ -182,6 +184,7 @@ mhc_bwd = Op(
     tunables={"forward": WARPS},
     size_classes=SIZE_CLASSES,
     size_class=size_class,
+    flops=mhc_bwd_flops,
     cases=MHC_BWD_CASES,
     models=MHC_BWD_MODELS,
     doc=__doc__ or "",
