@@ -13,16 +13,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from bridge.backends import choose
-from bridge.op import Call, Op
-from bridge.signature import Array, Given
-from bridge.sharding import backward_pass, forward_pass
+from bridge.op import Op
+from bridge.signature import Given
 from jax_ops import loops
-from jax_ops.launch import run_compiled, run_interpreted
+from jax_ops.passes import Backward, Forward
 from jax_ops.primitive import primitive
-from jax_ops.sharding import Split, explicit
+from jax_ops.sharding import explicit
+
+FORWARD_MODE = (
+    "has no forward mode (jax.jvp, jax.jacfwd, jax.linearize): use reverse mode (jax.vjp, jax.grad, jax.jacrev), "
+    "or the loop of this name in jax_ops.reference"
+)
 
 _bound: dict[str, tuple[Op, Callable[..., Any]]] = {}
 
@@ -30,7 +34,8 @@ _bound: dict[str, tuple[Op, Callable[..., Any]]] = {}
 def bind(op: Op) -> Callable[..., Any]:
     """A differentiable JAX function of `op`: the op's inputs in order, its options by keyword, and `backend`.
 
-    Binding an op again gives the same function. Raises ValueError for another op of the same name.
+    What the forward pass keeps for the backward one has the name "<op>.<array>" for policies of jax.checkpoint. Binding an op
+    again gives the same function. Raises ValueError for another op of the same name.
     """
     if op.name not in _bound:
         _bound[op.name] = op, _bind(op)
@@ -53,6 +58,8 @@ def _bind(op: Op) -> Callable[..., Any]:
         needs = tuple(p is not None and p.perturbed for p in primals)
         # Itself and not the primitive, so that a second derivative finds a rule here too.
         outputs, kept = apply(options, backend, True, *inputs)
+        names = op.saves(dict(zip(op.options, options, strict=True)))
+        kept = [checkpoint_name(k, f"{op.name}.{name}") for k, name in zip(kept, names, strict=True)]
         return (outputs, kept if save else []), (_Needs(needs), inputs, kept)
 
     def apply_backward(options, backend, save, residuals, cotangents):
@@ -91,7 +98,12 @@ def _bind(op: Op) -> Callable[..., Any]:
         options = values[: len(op.options)]
         checked = op.call([x if x is None else Given(x.shape, x.dtype.name, _device(x)) for x in inputs], options)
         op.check_values(checked, {n: np.asarray(x) for n, x in zip(checked.given, inputs, strict=True) if n in op.values and _readable(x)})
-        outputs = explicit(op, checked, inputs, lambda *inputs: apply(options, backend, False, *_equally_varying(inputs))[0])
+        try:
+            outputs = explicit(op, checked, inputs, lambda *inputs: apply(options, backend, False, *_equally_varying(inputs))[0])
+        except TypeError as error:
+            if "custom_vjp" in str(error):  # what JAX says of forward mode
+                raise TypeError(f"{op.name}: {FORWARD_MODE}") from error
+            raise
         return op.returned(outputs, values)
 
     return op.function(call)
@@ -99,88 +111,27 @@ def _bind(op: Op) -> Callable[..., Any]:
 
 def _forward(op: Op):
     """(options, backend, save, inputs) -> results, as one primitive."""
+    run = primitive(Forward(op))
 
-    def implementation(gpu, *arrays, present, options, backend, save):
-        inputs = _spread(arrays, present)
-        call = _call(op, inputs, options)
-        chosen, _ = choose(op.name, backend, gpu)
-        if chosen != "reference":
-            return _run(op.forward_plan(call, save), chosen, dict(zip(call.given, inputs, strict=True)))
-        # Only kernels need what is saved; in a compiled program what nobody reads is not there.
-        further = list(op.results(call, save).values())[len(op.output_names) :]
-        return [*loops.run(op, inputs, options), *(loops.xp.zeros(a.shape, jnp.zeros((), a.dtype)) for a in further)]
-
-    def abstract(*avals, present, options, backend, save):
-        return list(op.results(_call(op, _spread(avals, present), options), save).values())
-
-    def positions(shapes, size, present, options, backend, save):
-        inside, outside = _batches(op, shapes, size, present)
-        return inside, outside + ([0] * op.further(options) if save else [])
-
-    def split(*avals, present, options, backend, save):
-        call = _call(op, _spread(avals, present), options)
-        return Split.of(op, call, forward_pass(op, call, save))
-
-    bound = primitive(f"{op.name}_forward", op.batch, implementation, abstract, positions, split)
-
-    def run(options, backend, save, inputs):
+    def forward(options, backend, save, inputs):
         present = tuple(x is not None for x in inputs)
-        return bound(*(x for x in inputs if x is not None), present=present, options=options, backend=backend, save=save)
+        return run(*(x for x in inputs if x is not None), present=present, options=options, backend=backend, save=save)
 
-    return run
+    return forward
 
 
 def _backward(op: Op):
     """(options, backend, needs, inputs, kept, cotangents) -> the gradients of the inputs that `needs` marks, as one primitive."""
+    run = primitive(Backward(op))
 
-    def kinds(arrays, present):
-        n, end = sum(present), len(arrays) - len(op.output_names)
-        return _spread(arrays[:n], present), arrays[n:end], arrays[end:]
-
-    def implementation(gpu, *arrays, present, options, backend, needs):
-        inputs, kept, cotangents = kinds(arrays, present)
-        call = _call(op, inputs, options)
-        chosen, _ = choose(op.name, backend, gpu)
-        if chosen == "reference" or op.backward is None:
-            return [g for g in loops.gradients(op, inputs, options, cotangents, needs) if g is not None]
-        known = dict(zip(call.given, inputs, strict=True))
-        known |= zip(op.saves(call.options), kept, strict=True)
-        known |= zip((f"d{name}" for name in op.output_names), cotangents, strict=True)
-        needed = tuple(name for name, need in zip(call.given, needs, strict=True) if need)
-        return _run(op.backward_plan(call, needed), chosen, known)
-
-    def abstract(*avals, present, options, backend, needs):
-        inputs = kinds(avals, present)[0]
-        return [Array(x.shape, x.dtype.name) for x, need in zip(inputs, needs, strict=True) if need]
-
-    def positions(shapes, size, present, options, backend, needs):
-        inside, outside = _batches(op, shapes[: sum(present)], size, present)
-        kept = [0] * len(op.saves(dict(zip(op.options, options, strict=True))))
-        needed = [p for p, need in zip(_spread(inside, present), needs, strict=True) if need]
-        return [*inside, *kept, *outside], needed
-
-    def split(*avals, present, options, backend, needs):
-        call = _call(op, kinds(avals, present)[0], options)
-        return Split.of(op, call, backward_pass(op, call, needs))
-
-    bound = primitive(f"{op.name}_backward", op.batch, implementation, abstract, positions, split)
-
-    def run(options, backend, needs, inputs, kept, cotangents):
+    def backward(options, backend, needs, inputs, kept, cotangents):
         if not any(needs):
             return []
         present = tuple(x is not None for x in inputs)
         arrays = (*(x for x in inputs if x is not None), *kept, *cotangents)
-        return bound(*arrays, present=present, options=options, backend=backend, needs=needs)
+        return run(*arrays, present=present, options=options, backend=backend, needs=needs)
 
-    return run
-
-
-def _run(plan, backend: str, arrays) -> list[jax.Array]:
-    return run_interpreted(plan, arrays) if backend == "interpret" else run_compiled(plan, arrays)
-
-
-def _call(op: Op, inputs, options) -> Call:
-    return op.call([x if x is None else Given(x.shape, x.dtype.name) for x in inputs], options)
+    return backward
 
 
 @jax.tree_util.register_static
@@ -198,13 +149,6 @@ def _number(cotangent):
     return cotangent
 
 
-def _batches(op: Op, shapes, size, present) -> tuple[list, list]:
-    """Where the batch stands in the inputs that are there and in the outputs."""
-    names = [i.name for i, there in zip(op.signature.inputs, present, strict=True) if there]
-    inside, outside = op.batches(dict(zip(names, shapes, strict=True)), size)
-    return [p for p, there in zip(inside, present, strict=True) if there], outside
-
-
 def _readable(x: jax.Array | None) -> bool:
     """Whether values can be looked at without waiting for a GPU."""
     return x is not None and not isinstance(x, jax.core.Tracer) and all(device.platform == "cpu" for device in x.devices())
@@ -215,12 +159,6 @@ def _device(x: jax.Array) -> str:
     if isinstance(x, jax.core.Tracer) or not x.committed:
         return ""
     return ", ".join(sorted(f"{device.platform}:{device.id}" for device in x.devices()))
-
-
-def _spread(arrays, present) -> list:
-    """Arrays at their places among all inputs, None where there is none."""
-    rest = iter(arrays)
-    return [next(rest) if there else None for there in present]
 
 
 def _equally_varying(inputs):

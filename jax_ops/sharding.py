@@ -6,7 +6,7 @@ stands in the arrays' types, so the call becomes a shard_map over them. Inside s
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -20,26 +20,31 @@ Names = Mapping[str, tuple[str, ...]]  # dimension -> the mesh axes that it is s
 
 
 @dataclass(frozen=True)
+class Level:
+    """A mapped axis, which stands in front of others: its size, and which arguments have it. All results do."""
+
+    size: int
+    has: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
 class Split:
-    """How the arrays of one pass of one call can be split. `levels` are the sizes of mapped axes, which stand in front."""
+    """How the arrays of one pass of one call can be split. `levels` are the sizes of mapped axes, by names that they get here."""
 
     op: Op
     call: Call
     arrays: Pass
-    levels: Mapping[str, int]
+    levels: Mapping[str, int] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, op: Op, call: Call, arrays: Pass) -> "Split":
-        return cls(op, call, arrays, {})
-
-    def mapped(self, levels) -> "Split":
-        """The same pass with mapped axes: (size, which arguments have it) for each, outermost first. Any of them can be split."""
+    def mapped(self, levels: Sequence[Level]) -> "Split":
+        """The same pass with mapped axes, the outermost first. Any of them can be split."""
         names = [f"map{i}" for i in range(len(levels))]
         arguments = tuple(
-            (*(name for name, (_, has) in zip(names, levels, strict=True) if has[i]), *axes) for i, axes in enumerate(self.arrays.arguments)
+            (*(name for name, level in zip(names, levels, strict=True) if level.has[i]), *axes)
+            for i, axes in enumerate(self.arrays.arguments)
         )
         results = tuple((*names, *axes) for axes in self.arrays.results)
-        sizes = {name: size for name, (size, _) in zip(names, levels, strict=True)}
+        sizes = {name: level.size for name, level in zip(names, levels, strict=True)}
         return replace(self, arrays=Pass(arguments, results, self.arrays.sums), levels=sizes)
 
     @property
@@ -134,6 +139,10 @@ def explicit(op: Op, call: Call, inputs: Sequence[jax.Array | None], function: C
 
     Raises ValueError where they are split in a way that the op can't be, or in several ways at once.
     """
+    context = jax.sharding.get_abstract_mesh()
+    rest = [name for name in context.axis_names if name not in context.manual_axes and context.shape[name] > 1]
+    if context.manual_axes and rest:
+        raise NotImplementedError(f"{op.name}: inside a shard_map over some axes of a mesh: name {', '.join(rest)} in its axis_names, too")
     mesh = next((m for m in (jax.typeof(x).sharding.mesh for x in inputs if x is not None) if not m.empty), None)
     axes = [] if mesh is None else [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit]
     if mesh is None or not axes:
