@@ -1,5 +1,6 @@
 """What must stand before Triton and JAX are imported, and what all tests share."""
 
+import json
 import os
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from hypothesis import settings
 from bridge import interpret
 
 NOWHERE = -(2**31)
+FOUND: list[list] = []  # what tests cover, and whether they passed
 
 settings.register_profile("here", deadline=None, print_blob=True, derandomize="CI" in os.environ)
 settings.load_profile("here")
@@ -44,3 +46,29 @@ def poison(monkeypatch):
         return tensor.fill_(float("nan") if tensor.is_floating_point() else NOWHERE)
 
     monkeypatch.setattr(tensors, "empty", poisoned_tensor)
+
+
+@pytest.fixture
+def covers(request):
+    """covers(framework, transform, op, outcome): what a test shows, for the page of matrix.py."""
+
+    def note(framework, transform, op, outcome="✓"):
+        request.node.user_properties.append(("covers", (framework, transform, op, outcome)))
+
+    return note
+
+
+def pytest_addoption(parser):
+    parser.addoption("--matrix", metavar="FILE", help="write what tests found of transforms to FILE, see matrix.py")
+
+
+def pytest_runtest_logreport(report):
+    if report.when == "call" and not report.skipped:
+        FOUND.extend([*what, report.passed] for kind, what in report.user_properties if kind == "covers")
+
+
+def pytest_sessionfinish(session):
+    file = session.config.getoption("--matrix")
+    if file and not hasattr(session.config, "workerinput"):
+        Path(file).parent.mkdir(exist_ok=True)
+        Path(file).write_text(json.dumps(sorted(FOUND), indent=0))

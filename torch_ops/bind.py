@@ -93,6 +93,8 @@ class Forward(torch.autograd.Function):
         bound, kept = _bound[ctx.name], ctx.saved_tensors
         n, needs = bound.inputs, ctx.needs_input_grad[2 : 2 + bound.inputs]
         inputs, saved = kept[:n], kept[n:]
+        if all(c is None for c in cotangents[: bound.outputs]):
+            return (None,) * (2 + n + len(ctx.settings))
         cotangents = bound.complete(cotangents[: bound.outputs], inputs, ctx.settings[:-1])
         if torch.compiler.is_compiling():  # it has no second derivatives, and can't look into one Function from another
             found = iter(bound.backward(*inputs, *ctx.settings, list(needs), list(saved), list(cotangents)))
@@ -110,7 +112,7 @@ class Forward(torch.autograd.Function):
 
         inside, outside = bound.batches(args[:n], axes[2 : 2 + n], info.batch_size)
         outside += [0] * (bound.op.further(args[n:-1]) if save else 0)
-        made, where = rule(torch, _each, bound.op.batch, apply, info.batch_size, axes[2 : 2 + n], args[:n], inside, outside)
+        made, where = rule(loops.xp, _each, bound.op.batch, apply, info.batch_size, axes[2 : 2 + n], args[:n], inside, outside)
         return tuple(made), tuple(where)
 
 
@@ -149,7 +151,7 @@ class Backward(torch.autograd.Function):
         batches, output_batches = bound.batches(args[:n], axes[3 : 3 + n], info.batch_size)
         inside = [*batches, *[0] * count, *output_batches]
         outside = [p for p, need in zip(batches, needs, strict=True) if need]
-        made, where = rule(torch, _each, bound.op.batch, apply, info.batch_size, tensor_axes, tensors, inside, outside)
+        made, where = rule(loops.xp, _each, bound.op.batch, apply, info.batch_size, tensor_axes, tensors, inside, outside)
         return tuple(made), tuple(where)
 
 

@@ -22,6 +22,7 @@ xp = SimpleNamespace(
     **{name: getattr(torch, name) for name in FUNCTIONS},
     arange=lambda count, like: torch.arange(count, dtype=like.dtype, device=like.device),
     max=torch.amax,
+    moveaxis=torch.movedim,  # torch.moveaxis can't be mapped
     put=lambda x, index, rows: x.index_copy(0, index.long(), rows),
     repeat=_repeat,
     stop_gradient=torch.Tensor.detach,
