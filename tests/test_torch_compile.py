@@ -6,12 +6,13 @@ import pytest
 from common import FRONTENDS, KERNELS, OPS, arrays, by_name, resized
 from own_op import weighted
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
 FRONTEND = next((f for f in FRONTENDS if f.name == "torch"), None)
 if FRONTEND is None:
     pytest.skip("needs torch", allow_module_level=True)
-
-from torch._dynamo.testing import CompileCounterWithBackend
 
 # The sizes that change from call to call, and those of the model.
 CHANGING = {

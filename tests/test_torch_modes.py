@@ -5,14 +5,15 @@ import pytest
 from common import DTYPES, FRONTENDS, KERNELS, OPS, arrays, by_name, resized
 from own_op import weighted
 
-torch = pytest.importorskip("torch")
-FRONTEND = next((f for f in FRONTENDS if f.name == "torch"), None)
-if FRONTEND is None:
-    pytest.skip("needs torch", allow_module_level=True)
-
+pytest.importorskip("torch")
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
+
+FRONTEND = next((f for f in FRONTENDS if f.name == "torch"), None)
+if FRONTEND is None:
+    pytest.skip("needs torch", allow_module_level=True)
 
 SMALL = {
     "selective_scan": dict(b=2, t=3, d=3, n=2),
@@ -146,16 +147,18 @@ def test_deterministic_algorithms(op, backend, covers):
         torch.use_deterministic_algorithms(False)
 
 
+COSTS = {"add": 1, "sub": 1, "mul": 1, "div": 1, "exp": 1, "log": 1, "logaddexp": 3}
+
+
 class Arithmetic(TorchDispatchMode):
     """Counts the operations on numbers in what runs, as an op's declaration does."""
 
-    COSTS = {"add": 1, "sub": 1, "mul": 1, "div": 1, "exp": 1, "log": 1, "logaddexp": 3}
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made, name = func(*args, **(kwargs or {})), func._schema.name.removeprefix("aten::")
-        if name == "sum" or name in self.COSTS:
-            self.count += args[0].numel() if name == "sum" else self.COSTS[name] * made.numel()
+        if name == "sum" or name in COSTS:
+            self.count += args[0].numel() if name == "sum" else COSTS[name] * made.numel()
         return made
 
 
