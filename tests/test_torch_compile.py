@@ -57,8 +57,9 @@ def fresh():
 
 @pytest.mark.parametrize("marked", [False, True], ids=["learned", "marked"])
 @pytest.mark.parametrize(("op", "backend"), [*((op, "reference") for op in EVERY), (weighted, KERNELS)], ids=by_name)
-def test_no_recompilation(op, backend, marked):
+def test_no_recompilation(op, backend, marked, covers):
     """From the second size on, or none at all where the sizes were marked as such that change; forward and backward."""
+    covers("torch", "compile", op.name)
     call, counter = function(op, backend), CompileCounterWithBackend("aot_eager")
 
     def loss(**values):
@@ -91,8 +92,9 @@ def changing_axes(op, values):
 
 
 @pytest.mark.parametrize("op", EVERY, ids=by_name)
-def test_inductor(op):
+def test_inductor(op, covers):
     """What it makes of the ops alone needs no compiler of C++."""
+    covers("torch", "Inductor", op.name)
     call = function(op, "reference")
     values = {k: v.requires_grad_() for k, v in inputs(op, NUMBERS[0]).items()}
     leaves, compiled = list(values.values()), torch.compile(call, fullgraph=True)
@@ -120,8 +122,9 @@ def exported(op, backend):
 
 
 @pytest.mark.parametrize("op", EVERY, ids=by_name)
-def test_export(op):
+def test_export(op, covers):
     """One node, for sizes that change, also when it has been saved and loaded and decomposed."""
+    covers("torch", "export", op.name)
     program, file = exported(op, "reference"), io.BytesIO()
     ours = [node for node in program.graph.nodes if str(node.target).startswith("kernel_bridge.")]
     assert [str(node.target) for node in ours] == [f"kernel_bridge.{op.name}_forward.default"]

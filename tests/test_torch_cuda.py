@@ -120,7 +120,7 @@ def test_deterministic_algorithms(op, covers):
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled_for_the_gpu(op, mode, covers):
     """By Inductor, between other operations, and with arrays that don't begin at a multiple of 16 bytes; with CUDA graphs too."""
-    covers("torch", "compile", op.name)
+    covers("torch", "Inductor", op.name)
     torch._dynamo.reset()
     s = Setting(op)
 

@@ -55,7 +55,8 @@ EXACT, ROUNDED = dict(rtol=1e-10, atol=1e-12), dict(rtol=1e-4, atol=1e-4)
 
 @pytest.mark.parametrize("processes", [2, COUNT])
 @pytest.mark.parametrize("name", ["everything", "no initial state", "one step", "several segments"])
-def test_the_loop(name, processes):
+def test_the_loop(name, processes, covers):
+    covers("torch", "time over processes", SCAN.name)
     together(check, name, processes, "reference", "float64", EXACT, True)
 
 
@@ -67,5 +68,6 @@ def test_float32():
     together(check, "everything", COUNT, "reference", "float32", ROUNDED, True)
 
 
-def test_the_kernels():
+def test_the_kernels(covers):
+    covers("torch", "time over processes", SCAN.name)
     together(check, "everything", 2, None, "float64", EXACT, True)

@@ -91,13 +91,15 @@ JOBS = [
 
 
 @pytest.mark.parametrize(("op", "case", "split"), JOBS, ids=by_name)
-def test_what_is_split_stays_where_it_is(op, case, split):
+def test_what_is_split_stays_where_it_is(op, case, split, covers):
+    covers("torch", "DTensor", op)
     together(check_split, op, case, split, "reference")
 
 
 @pytest.mark.skipif(KERNELS != "interpret", reason="processes without a GPU each")
 @pytest.mark.parametrize("op", [op for op in BY_NAME.values() if op.backward], ids=by_name)
-def test_the_kernels(op):
+def test_the_kernels(op, covers):
+    covers("torch", "DTensor", op.name)
     together(check_split, op.name, op.cases[0].name, SPLITS[0] if op.channels else LEADING[0], "interpret")
 
 
@@ -157,7 +159,8 @@ def check_compiled(rank):
         torch.testing.assert_close(one.full_tensor(), other.full_tensor())
 
 
-def test_compiled():
+def test_compiled(covers):
+    covers("torch", "compiled DTensor", "selective_scan")
     together(check_compiled)
 
 
