@@ -50,7 +50,11 @@ class Setting:
             made = bound(**dict(zip(names, values, strict=True)), **options, **flags, backend=backend)
             return made if isinstance(made, tuple) else (made,)
 
-        self.call = call
+        def loop(*values):
+            made = FRONTEND.reference(op)(**dict(zip(names, values, strict=True)), **options, **flags)
+            return made if isinstance(made, tuple) else (made,)
+
+        self.call, self.loop = call, loop
 
     def gradients(self, call=None):
         return torch.autograd.grad(loss((call or self.call)(*self.leaves)), self.leaves)
@@ -213,6 +217,37 @@ def test_opcheck_of_empty_arrays_and_of_the_backward_pass(op, covers):
             needs = [x is not None for x in arguments]
             kept = op.kept(made, options)
             torch.library.opcheck(passes[1], (*arguments, *options, "reference", needs, kept, cotangents))
+
+
+@pytest.mark.parametrize(("op", "backend"), JOBS, ids=by_name)
+def test_forward_mode(op, backend, covers):
+    """jvp, jacfwd, both kinds of Hessian by it, and mapped, against the same of the loop."""
+    for transform in ("forward mode", "hessian"):
+        covers("torch", transform, op.name)
+    from torch.func import grad, hessian, jacfwd, jvp, vmap
+
+    s = Setting(op, backend)
+    values = tuple(x.detach() for x in s.leaves)
+    tangents = tuple(torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(0)).to(x) for x in values)
+    two = torch.stack([values[0], values[0] / 2])
+
+    def check(transform):
+        torch.testing.assert_close(transform(s.call), transform(s.loop))
+
+    check(lambda f: jvp(f, values, tangents))
+    check(lambda f: jvp(lambda x: f(x, *values[1:]), values[:1], tangents[:1]))
+    check(lambda f: jacfwd(f)(*values))
+    check(lambda f: hessian(lambda *v: loss(f(*v)), tuple(range(len(values))))(*values))
+    check(lambda f: jacfwd(grad(lambda *v: loss(f(*v)), len(values) - 1))(*values))
+    check(lambda f: grad(lambda x: loss(jvp(lambda y: f(y, *values[1:]), (x,), tangents[:1])[1]))(values[0]))
+    check(lambda f: vmap(lambda x: jvp(lambda y: f(y, *values[1:]), (x,), tangents[:1]))(two))
+    assert torch.autograd.gradcheck(s.call, s.leaves, check_forward_ad=True, fast_mode=True)
+    with pytest.raises(NotImplementedError, match="forward mode within forward mode"):
+        jvp(lambda x: jvp(lambda y: f_of_one(s, y), (x,), tangents[:1])[1], values[:1], tangents[:1])
+
+
+def f_of_one(s, x):
+    return loss(s.call(x, *(y.detach() for y in s.leaves[1:])))
 
 
 @pytest.mark.parametrize("backend", ["reference", KERNELS])
