@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from bridge.signature import Array
 from bridge.vmap import rule, unmapped
 from jax_ops.passes import Backward, Forward
-from jax_ops.sharding import Level, partitioned
+from jax_ops.sharding import Level, partitioned, split_in_front
 
 PLATFORMS = ((None, False), ("cuda", True), ("rocm", True))  # and whether it has a GPU
 
@@ -46,8 +46,13 @@ def primitive(run: Forward | Backward) -> Callable[..., list[jax.Array]]:
 
     def note(arrays, axes, levels, **params):
         first = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(arrays, axes, strict=True)]
-        level = Level(_mapped_size(arrays, axes), tuple(axis is not None for axis in axes))
-        found = outer.bind(*first, levels=(level, *levels), **params)
+        has = tuple(axis is not None for axis in axes)
+
+        def mapped(*arrays):
+            level = Level(_mapped_size(arrays, [0 if there else None for there in has]), has)
+            return outer.bind(*arrays, levels=(level, *levels), **params)
+
+        found = split_in_front(mapped, first, has)
         return found, [0] * len(found)
 
     def lower(gpu, *arrays, levels, **params):

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from bridge.op import Call, Op
 from bridge.sharding import Axes, Pass, part, rule
+from jax_ops.loops import vary, varying_axes
 
 Names = Mapping[str, tuple[str, ...]]  # dimension -> the mesh axes that it is split over
 
@@ -172,5 +173,22 @@ def explicit(op: Op, call: Call, inputs: Sequence[jax.Array | None], function: C
     specs = [None if dims is None else spec(dims) for dims in whole.inputs]
     placed = [x if x is None else jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in zip(inputs, specs, strict=True)]
     out = tuple(map(spec, whole.outputs))
-    # Compiled, since JAX can't carry out a shard_map over a custom_vjp one operation after another.
-    return jax.jit(jax.shard_map(function, mesh=mesh, in_specs=tuple(specs), out_specs=out, axis_names=set(axes)))(*placed)
+    over_axes = set(axes) if len(axes) < len(mesh.axis_names) else set()  # none means all, but for those that vmap splits over
+    split = jax.shard_map(function, mesh=mesh, in_specs=tuple(specs), out_specs=out, axis_names=over_axes)
+    return jax.jit(split)(*placed)  # compiled, since JAX can't carry out a shard_map over a custom_vjp operation by operation
+
+
+def split_in_front(function: Callable[..., list], arrays: Sequence[jax.Array], has: Sequence[bool]) -> list:
+    """function(*arrays), as a shard_map where the first axis, of the arrays that `has` marks, is split over Explicit mesh axes."""
+    shardings = [jax.typeof(x).sharding for x, there in zip(arrays, has, strict=True) if there]
+    over = next((s.spec[0] for s in shardings if s.spec and s.spec[0] is not None), None)
+    if over is None:
+        return function(*arrays)
+
+    def local(*arrays):
+        axes = varying_axes(*arrays)
+        return function(*(vary(x, axes) for x in arrays))
+
+    names = set(over if isinstance(over, tuple) else (over,))
+    specs = tuple(PartitionSpec(over) if there else PartitionSpec() for there in has)
+    return jax.shard_map(local, mesh=shardings[0].mesh, in_specs=specs, out_specs=PartitionSpec(over), axis_names=names)(*arrays)

@@ -70,8 +70,10 @@ JOBS = [(op, backend) for op in OPS for backend in (BACKENDS if op.backward else
 
 
 @pytest.mark.parametrize(("op", "backend"), JOBS, ids=by_name)
-def test_transforms(frontend, op, backend):
+def test_transforms(frontend, op, backend, covers):
     s = Setting(frontend, op, backend)
+    for transform in ("grad", "jacrev", "grad of grad", "vmap", "vmap of grad", "grad of vmap"):
+        covers(frontend.name, transform, op.name)
     if frontend.name == "torch":
         import torch
         from torch.func import grad, jacrev
@@ -94,6 +96,7 @@ def test_transforms(frontend, op, backend):
         def sines(outputs):
             return sum(jnp.sin(o).sum() for o in outputs)
 
+        covers(frontend.name, "jit", op.name)
         s.check(lambda f: flat(jax.jit(f)(*s.values)))
         s.check(lambda f: flat(grad(lambda *v: sines(jax.checkpoint(f)(*v)), s.everywhere)(*s.values)))
         s.check(lambda f: flat(jax.lax.scan(lambda c, _: (c, f(*c)), tuple(s.values), None, length=2)[1]))
@@ -109,7 +112,7 @@ def test_transforms(frontend, op, backend):
 
 
 @pytest.mark.parametrize("op", OPS, ids=by_name)
-def test_shard_map(op):
+def test_shard_map(op, covers):
     """Over the batch: the gradient of weights is summed over it, and a wrong out_specs is an error."""
     jax = pytest.importorskip("jax")
     frontend = next((f for f in FRONTENDS if f.name == "jax"), None)
@@ -118,6 +121,7 @@ def test_shard_map(op):
     import jax.numpy as jnp
     from jax.sharding import AxisType, PartitionSpec
 
+    covers("jax", "shard_map", op.name)
     s = Setting(frontend, op, None)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     given = [i for i in op.signature.inputs if i.name in s.names]
