@@ -125,7 +125,8 @@ def _groups(op: Op, call: Call) -> list[tuple[str, ...]]:
         groups += [(name,) for name in _leading(call)]
     elif op.batch is not None and op.batch in call.sizes and not call.has(op.packing or ""):
         groups.append((op.batch,))
-    channels = tuple(letter for letter in op.channels if letter in call.sizes)
+    # One group is no bound: what it has is shared by all channels.
+    channels = tuple(letter for letter in op.channels if letter in call.sizes and (letter == op.channels[0] or call.sizes[letter] != 1))
     return [*groups, channels] if channels else groups
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +23,18 @@ class Pass:
     """A pass of `op`, as functions of the arrays that are there and of static parameters."""
 
     op: Op
+    index: ClassVar[int]  # which of the op's FLOP counts is this pass's
 
     def backend(self, gpu: bool, backend: str | None) -> str:
         return choose(self.op.name, backend, gpu)[0]
 
     def call(self, inputs, options) -> Call:
         return self.op.call([x if x is None else Given(x.shape, x.dtype.name) for x in inputs], options)
+
+    def carry_out(self, plan: Plan, call: Call, backend: str, arrays) -> list[jax.Array]:
+        if backend == "interpret":
+            return run_interpreted(plan, arrays)
+        return run_compiled(plan, arrays, self.op.flops(call)[self.index] if self.op.flops else 0)
 
     def batches(self, shapes: Sequence[Shape], size: int, present) -> tuple[list[Position], list[Position]]:
         """Where the batch stands in the inputs that are there, and in the outputs."""
@@ -39,6 +46,8 @@ class Pass:
 class Forward(Pass):
     """Inputs -> outputs and, where `save` asks for it, what is saved besides them."""
 
+    index = 0
+
     @property
     def name(self) -> str:
         return f"{self.op.name}_forward"
@@ -47,7 +56,7 @@ class Forward(Pass):
         inputs = spread(arrays, present)
         call, chosen = self.call(inputs, options), self.backend(gpu, backend)
         if chosen != "reference":
-            return _carry_out(self.op.forward_plan(call, save), chosen, dict(zip(call.given, inputs, strict=True)))
+            return self.carry_out(self.op.forward_plan(call, save), call, chosen, dict(zip(call.given, inputs, strict=True)))
         # Only kernels need what is saved; in a compiled program what nobody reads is not there.
         further = list(self.op.results(call, save).values())[len(self.op.output_names) :]
         return [*loops.run(self.op, inputs, options), *(loops.xp.zeros(a.shape, jnp.zeros((), a.dtype)) for a in further)]
@@ -70,6 +79,8 @@ class Forward(Pass):
 class Backward(Pass):
     """Inputs, what the forward pass kept, gradients of the outputs -> gradients of the inputs that `needs` marks."""
 
+    index = 1
+
     @property
     def name(self) -> str:
         return f"{self.op.name}_backward"
@@ -87,7 +98,7 @@ class Backward(Pass):
         known |= zip(op.saves(call.options), kept, strict=True)
         known |= zip((f"d{name}" for name in op.output_names), cotangents, strict=True)
         needed = tuple(name for name, need in zip(call.given, needs, strict=True) if need)
-        return _carry_out(op.backward_plan(call, needed), chosen, known)
+        return self.carry_out(op.backward_plan(call, needed), call, chosen, known)
 
     def results(self, *avals, present, options, backend, needs) -> list[Array]:
         inputs, _, _ = self.kinds(avals, present)
@@ -109,7 +120,3 @@ def spread(arrays, present) -> list:
     """Arrays at their places among all inputs, None where there is none."""
     rest = iter(arrays)
     return [next(rest) if there else None for there in present]
-
-
-def _carry_out(plan: Plan, backend: str, arrays) -> list[jax.Array]:
-    return run_interpreted(plan, arrays) if backend == "interpret" else run_compiled(plan, arrays)

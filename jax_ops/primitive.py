@@ -56,7 +56,7 @@ def primitive(run: Forward | Backward) -> Callable[..., list[jax.Array]]:
         return found, [0] * len(found)
 
     def lower(gpu, *arrays, levels, **params):
-        function = partial(inner.bind, **params)
+        function: Callable[..., list] = partial(inner.bind, **params)
         for level in reversed(levels):
             function = jax.vmap(function, [0 if there else None for there in level.has])
         if run.backend(gpu, params["backend"]) != "interpret":  # a callback to the host can't be found from a split program

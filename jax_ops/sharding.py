@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+from jax._src.sharding import IndivisibleError
+from jax._src.sharding_impls import parse_flatten_op_sharding
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule, custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -66,7 +68,7 @@ def partitioned(function: Callable[..., list], split: Callable[[], Split]) -> Ca
 
     def shardings(mesh, given, wanted):
         s = split()
-        names = choose(s, mesh.shape, [a.sharding.spec for a in (*given, *wanted)])
+        names = choose(s, mesh.shape, [_spec(a.sharding, mesh) for a in (*given, *wanted)])
 
         def placed(axes: Axes) -> NamedSharding:
             return NamedSharding(mesh, PartitionSpec(*(names.get(dim or "") for dim in axes)))
@@ -81,8 +83,16 @@ def partitioned(function: Callable[..., list], split: Callable[[], Split]) -> Ca
         return _factors(split(), [t.shape for t in argument_types], [t.shape for t in result_types])
 
     wrapped = custom_partitioning(lambda *arrays: function(*arrays))
-    wrapped.def_partition(partition=shardings, sharding_rule=factors)
+    wrapped.def_partition(partition=shardings, sharding_rule=factors, decode_shardings=False)
     return wrapped
+
+
+def _spec(sharding: Any, mesh) -> PartitionSpec:
+    """A sharding in mesh axes. What the compiler split over part of an axis can't be said so, and is called whole: it is gathered."""
+    try:
+        return parse_flatten_op_sharding(sharding._hlo_sharding, mesh)[0]
+    except IndivisibleError:
+        return PartitionSpec()
 
 
 def choose(split: Split, mesh: Mapping[str, int], specs: Sequence[PartitionSpec]) -> Names:

@@ -24,7 +24,7 @@ def test_triton(op, dtype):
 
 LOWER = """
 import sys
-import jax, jax.numpy as jnp
+import jax, jax.numpy as jnp, jax_triton
 from bridge import ops
 from bridge.case import Case
 from bridge.frontend import load
@@ -42,6 +42,8 @@ def lower(**sizes):
     forward = jax.jit(function).trace(inputs).lower(lowering_platforms=("cuda",)).as_text()
     loss = lambda inputs: sum(output.sum() for output in jax.tree.leaves(function(inputs)))
     both = jax.jit(jax.grad(loss)).trace(inputs).lower(lowering_platforms=("cuda",)).as_text()
+    if not jax_triton.__version__.startswith("0.3."):  # every call says what it costs
+        assert both.count("bytes_accessed") == both.count("flops") == both.count("custom_call @triton_kernel_call")
     return forward.count("custom_call @triton_kernel_call"), both.count("custom_call @triton_kernel_call")
 
 
