@@ -146,33 +146,17 @@ def _factors(split: Split, arguments, results) -> SdyShardingRule:
 
 
 def explicit(op: Op, call: Call, inputs: Sequence[jax.Array | None], function: Callable[..., Any]) -> Any:
-    """function(*inputs), the outputs of a call, as a shard_map over the Explicit axes of the mesh that the inputs are on.
+    """function(*inputs), the outputs of a call, as a shard_map where the inputs are on a mesh of Explicit axes.
 
-    Raises ValueError where they are split in a way that the op can't be, or in several ways at once.
+    Raises ValueError where they are split in a way that the op can't be, or in several ways at once, and NotImplementedError
+    where some axes of the mesh are of another type than others.
     """
-    context = jax.sharding.get_abstract_mesh()
-    rest = [name for name in context.axis_names if name not in context.manual_axes and context.shape[name] > 1]
-    if context.manual_axes and rest:
-        raise NotImplementedError(f"{op.name}: inside a shard_map over some axes of a mesh: name {', '.join(rest)} in its axis_names, too")
-    mesh = next((m for m in (jax.typeof(x).sharding.mesh for x in inputs if x is not None) if not m.empty), None)
-    axes = [] if mesh is None else [name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit]
-    if mesh is None or not axes:
+    meshes = [jax.typeof(x).sharding.mesh for x in inputs if x is not None]
+    mesh = next((m for m in meshes if not m.empty), jax.sharding.get_abstract_mesh())
+    if _axis_type(op, mesh) != AxisType.Explicit:
         return function(*inputs)
     whole = rule(op, call)
-    names: dict[str, tuple[str, ...]] = {}
-    for argument, x, dims in zip(op.signature.inputs, inputs, whole.inputs, strict=True):
-        for i, entry in enumerate(() if x is None else jax.typeof(x).sharding.spec):
-            over = entry if isinstance(entry, tuple) else (entry,)
-            dim = dims[i] if dims else None
-            if entry is None or names.get(dim or "") == over:
-                continue
-            where = f"{op.name}: axis {i} of {argument.name}, {' '.join(call.sizes.forms[argument.name])}, is split over {', '.join(over)}"
-            if dim is None or dim in names:
-                why = (
-                    f"other arguments' {dim} over {', '.join(names[dim])}" if dim else f"only {', '.join(whole.counts) or 'nothing'} can be"
-                )
-                raise ValueError(f"{where}, but {why}: use jax.sharding.reshard first")
-            names[dim] = over
+    names = _names(op, call, inputs)
     parts = _parts(names, mesh.shape)
     if part(op, call, parts) is None:
         raise ValueError(f"{op.name}: can't be split into {parts} parts, as its arguments are: use jax.sharding.reshard first")
@@ -180,12 +164,39 @@ def explicit(op: Op, call: Call, inputs: Sequence[jax.Array | None], function: C
     def spec(axes: Axes) -> PartitionSpec:
         return PartitionSpec(*(names.get(dim or "") for dim in axes))
 
-    specs = [None if dims is None else spec(dims) for dims in whole.inputs]
+    specs = tuple(None if dims is None else spec(dims) for dims in whole.inputs)
     placed = [x if x is None else jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in zip(inputs, specs, strict=True)]
-    out = tuple(map(spec, whole.outputs))
-    over_axes = set(axes) if len(axes) < len(mesh.axis_names) else set()  # none means all, but for those that vmap splits over
-    split = jax.shard_map(function, mesh=mesh, in_specs=tuple(specs), out_specs=out, axis_names=over_axes)
+    split = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=tuple(map(spec, whole.outputs)))
     return jax.jit(split)(*placed)  # compiled, since JAX can't carry out a shard_map over a custom_vjp operation by operation
+
+
+def _axis_type(op: Op, mesh) -> AxisType | None:
+    """The type of a mesh's axes, of those that have several devices."""
+    types: dict[AxisType, list[str]] = {}
+    for name, kind in zip(mesh.axis_names, mesh.axis_types or (), strict=False):
+        if mesh.shape[name] > 1:
+            types.setdefault(kind, []).append(name)
+    if len(types) > 1:
+        found = " and ".join(f"{kind.name} ({', '.join(names)})" for kind, names in types.items())
+        raise NotImplementedError(f"{op.name}: the mesh has axes of types {found}, but they have to be of one: shard_map over all of them")
+    return next(iter(types), None)
+
+
+def _names(op: Op, call: Call, inputs: Sequence[jax.Array | None]) -> Names:
+    """What is split over what, as the inputs' types say."""
+    whole = rule(op, call)
+    names: dict[str, tuple[str, ...]] = {}
+    for argument, x, dims in zip(op.signature.inputs, inputs, whole.inputs, strict=True):
+        if x is None or dims is None:
+            continue
+        for i, (entry, dim) in enumerate(zip(jax.typeof(x).sharding.spec, dims, strict=True)):
+            over = entry if isinstance(entry, tuple) else (entry,)
+            if entry is None or names.setdefault(dim or "", over if dim else ()) == over:
+                continue
+            where = f"{op.name}: axis {i} of {argument.name}, {' '.join(call.sizes.forms[argument.name])}, is split over {', '.join(over)}"
+            why = f"other arguments' {dim} over {', '.join(names[dim])}" if dim else f"only {', '.join(whole.counts) or 'nothing'} can be"
+            raise ValueError(f"{where}, but {why}: use jax.sharding.reshard first")
+    return {dim: over for dim, over in names.items() if dim}
 
 
 def split_in_front(function: Callable[..., list], arrays: Sequence[jax.Array], has: Sequence[bool]) -> list:

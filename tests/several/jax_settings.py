@@ -1,14 +1,17 @@
 """Ops, and the loops that define them, as JAX functions of one dictionary of arrays; and what JAX makes of the loops."""
 
 import functools
+import math
 
-import jax
-import jax.numpy as jnp
 import numpy as np
+import pytest
 from common import FRONTENDS, KERNELS, OPS, arrays, resized
 from own_op import weighted
 
 from bridge.signature import ELLIPSIS, Given
+
+jax = pytest.importorskip("jax")
+import jax.numpy as jnp
 
 FRONTEND = next(f for f in FRONTENDS if f.name == "jax")
 ALL = [*OPS, weighted]
@@ -60,11 +63,24 @@ class Setting:
         """The loop's loss and its gradients."""
         return jax.jit(jax.value_and_grad(loss(self.loop)))
 
+    @property
+    def derived(self):
+        """The gradient of the op's loss, and of the loop's; of an op whose gradient is the loop's anyway, the outputs."""
+        if self.op.backward is None:
+            return self.f, self.loop
+        return jax.grad(loss(self.f)), lambda values: self.gradient(values)[1]
+
     def forms(self):
         """The dimensions of every input and output in this call."""
         options = [self.case.options.get(name, option.default) for name, option in self.op.options.items()]
         given = {name: Given(x.shape, x.dtype.name) for name, x in self.values.items()}
         return self.op.call([given.get(i.name) for i in self.op.signature.inputs], options).sizes.forms
+
+
+def mesh_of(kind, platform="cpu", **sizes):
+    """A mesh of the devices that the CPU plays."""
+    devices = jax.devices(platform)[: math.prod(sizes.values())]
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes), devices=devices)
 
 
 def loss(f):

@@ -4,8 +4,8 @@ added up over the devices once."""
 import re
 
 import pytest
-from common import by_name
-from jax_settings import ALL, FRONTEND, close, loss, setting
+from common import KERNELS, by_name
+from jax_settings import ALL, close, loss, mesh_of, setting
 
 from bridge import ops
 from bridge.signature import ELLIPSIS
@@ -18,10 +18,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 MOVES = ("all-gather", "all-to-all", "collective-permute", "reduce-scatter", "all-reduce")
 each_op = pytest.mark.parametrize("op", ALL, ids=by_name)
 each_kind = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=by_name)
-
-
-def mesh_of(kind, **sizes):
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
 
 
 def spec(form, splits):
@@ -88,8 +84,9 @@ def test_vmap(op, split, kind, covers):
     values = {name: jnp.stack([x, x * 0.9, x * 1.1, x]) for name, x in s.values.items()}
     splits, front = (dict.fromkeys(("b", ELLIPSIS), "data"), (None,)) if split == "batch" else ({}, ("data",))
     given = placed(mesh, values, s.forms(), splits, front)
-    compiled = jax.jit(jax.vmap(jax.grad(loss(s.f)))).lower(given).compile()
-    parts = [s.gradient({name: x[i] for name, x in values.items()})[1] for i in range(4)]
+    function, alone = s.derived
+    compiled = jax.jit(jax.vmap(function)).lower(given).compile()
+    parts = [alone({name: x[i] for name, x in values.items()}) for i in range(4)]
     close(compiled(given), jax.tree.map(lambda *x: np.stack(x), *map(jax.device_get, parts)))
     assert not set(moves(compiled)) - ({"all-reduce"} if split == "batch" else set())
 
@@ -157,13 +154,30 @@ def test_errors():
         specs = {name: spec(forms[name], {"b": "data"}) for name in s.values}
         out = tuple(spec(forms[o.name], {"b": "data"}) for o in SCAN.signature.outputs)
         partly = jax.shard_map(s.f, mesh=mesh, in_specs=(specs,), out_specs=out, axis_names={"data"})
-        with pytest.raises(NotImplementedError, match="name model in its axis_names, too"):
+        with pytest.raises(NotImplementedError, match=r"Manual \(data\) and .* \(model\), but they have to be of one"):
             jax.jit(partly)(s.values)
+    mixed_types = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto, AxisType.Explicit))
+    with pytest.raises(NotImplementedError, match=r"Auto \(data\) and Explicit \(model\)"):
+        s.f(placed(mixed_types, s.values, forms, {"b": "data"}))
 
 
 def test_interpreter_over_a_mesh():
     """A callback to the host isn't split, and finds its way."""
+    if KERNELS != "interpret":
+        pytest.skip("needs the interpreter")
     s, mesh = setting(ALL[-1]), mesh_of(AxisType.Auto, data=4)
     given = placed(mesh, s.values, s.forms(), {"b": "data"})
     close(jax.jit(s.kernels)(given), s.loop(s.values))
-    assert FRONTEND.name == "jax"
+
+
+@each_kind
+@pytest.mark.parametrize("split", ["data", "model"])
+@each_op
+def test_kernels_over_a_mesh(op, split, kind):
+    if KERNELS != "triton" or len(jax.devices()) < 2:
+        pytest.skip("needs two GPUs")
+    s, mesh = setting(op), mesh_of(kind, "gpu", **{split: 2})
+    splits = {dim: axis for dim, axis in splits_of(op).items() if axis == split}
+    compiled = jax.jit(jax.value_and_grad(loss(s.kernels))).lower(placed(mesh, s.values, s.forms(), splits)).compile()
+    close(compiled(placed(mesh, s.values, s.forms(), splits)), s.gradient(s.values))
+    assert not set(moves(compiled)) - {"all-reduce"}
