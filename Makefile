@@ -40,7 +40,8 @@ several-jax: .venv-jax/done
 		-k "weighted or over_time or packed or errors"
 
 matrix: .venv/done several-main
-	.venv/bin/python -m pytest -n $(JOBS) --dist worksteal tests/test_transforms.py --matrix build/tests.json
+	.venv/bin/python -m pytest -n $(JOBS) --dist worksteal \
+		$(foreach f,transforms torch_modes torch_compile,tests/test_$f.py) --matrix build/tests.json
 	.venv/bin/python tests/matrix.py build/tests.json build/several.json > docs/transforms.md
 
 # Behind make test and make several.

@@ -1,7 +1,6 @@
 """The rule for vmap: fold the mapped axis into the batch where that is right, else take one after another."""
 
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 from bridge.signature import ELLIPSIS
@@ -19,7 +18,7 @@ def unmapped(shape: Sequence[int], axis: int | None) -> tuple[int, ...]:
 
 
 def rule(
-    xp: ModuleType,
+    xp: Any,
     each: Callable[[Callable[..., Sequence[Any]], Sequence[Any]], Sequence[Any]],
     batch: str | None,
     apply: Callable[..., Sequence[Any]],
@@ -29,7 +28,7 @@ def rule(
     inside: Sequence[Position],
     outside: Sequence[Position],
 ) -> tuple[list[Any], list[int]]:
-    """Results of a mapped call and their mapped axes.
+    """Results of a mapped call and their mapped axes. `xp` has broadcast_to, moveaxis and reshape.
 
     `axes` are the mapped axes of `arrays` (None for one that isn't mapped), `inside` and `outside` the positions of the
     batch in the arguments and results of `apply`. What has no batch is shared by the whole batch, so a mapped argument

@@ -68,5 +68,6 @@ weighted = Op(
     backward=backward,
     batch="b",
     channels=("d",),
+    flops=lambda call: (math.prod(call.array("x").shape), 3 * math.prod(call.array("x").shape)),  # dw is a product and a sum
     cases=(Case("base", dict(b=2, t=4, d=3), sample),),
 )

@@ -10,6 +10,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._functorch import eager_transforms
+from torch.autograd import forward_ad
 
 from bridge.op import Op
 from bridge.vmap import rule, unmapped
@@ -38,7 +40,7 @@ class _Binding:
         """The gradients of the outputs, with zeros for those that nothing was made of; as the others are, on a mesh, say."""
         if all(c is not None for c in cotangents):
             return cotangents
-        one = next(c for c in cotangents if c is not None)
+        one = next(x for x in (*cotangents, *inputs) if x is not None)
         made = self.op.call(list(map(describe, inputs)), options).outputs.values()
         given = zip(cotangents, made, strict=True)
         return [one.new_zeros(a.shape, dtype=DTYPES[a.dtype]) if c is None else c for c, a in given]
@@ -65,7 +67,7 @@ def _call(name: str, arrays: tuple, values: tuple, backend: str | None):
     check_kinds(op, arrays)
     sharding.tell()
     save = (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arrays)) or _transforming()
-    return op.returned(Forward.apply(name, save, *arrays, *values[: len(op.options)], backend), values)
+    return op.returned(_forward().apply(name, save, *arrays, *values[: len(op.options)], backend), values)
 
 
 # The functions stand at the top of the module and take the op by name: torch.compile can't look into classes that are
@@ -93,11 +95,13 @@ class Forward(torch.autograd.Function):
         bound, kept = _bound[ctx.name], ctx.saved_tensors
         n, needs = bound.inputs, ctx.needs_input_grad[2 : 2 + bound.inputs]
         inputs, saved = kept[:n], kept[n:]
+        if all(c is None for c in cotangents[: bound.outputs]):
+            return (None,) * (2 + n + len(ctx.settings))
         cotangents = bound.complete(cotangents[: bound.outputs], inputs, ctx.settings[:-1])
         if torch.compiler.is_compiling():  # it has no second derivatives, and can't look into one Function from another
             found = iter(bound.backward(*inputs, *ctx.settings, list(needs), list(saved), list(cotangents)))
         else:
-            found = iter(Backward.apply(ctx.name, needs, len(saved), *inputs, *ctx.settings, *saved, *cotangents))
+            found = iter(_backward().apply(ctx.name, needs, len(saved), *inputs, *ctx.settings, *saved, *cotangents))
         return None, None, *(next(found) if need else None for need in needs), *(None,) * len(ctx.settings)
 
     @staticmethod
@@ -106,11 +110,11 @@ class Forward(torch.autograd.Function):
         n = bound.inputs
 
         def apply(*tensors):
-            return Forward.apply(name, save, *tensors, *args[n:])
+            return _forward().apply(name, save, *tensors, *args[n:])
 
         inside, outside = bound.batches(args[:n], axes[2 : 2 + n], info.batch_size)
         outside += [0] * (bound.op.further(args[n:-1]) if save else 0)
-        made, where = rule(torch, _each, bound.op.batch, apply, info.batch_size, axes[2 : 2 + n], args[:n], inside, outside)
+        made, where = rule(loops.xp, _each, bound.op.batch, apply, info.batch_size, axes[2 : 2 + n], args[:n], inside, outside)
         return tuple(made), tuple(where)
 
 
@@ -144,18 +148,79 @@ class Backward(torch.autograd.Function):
         tensors, tensor_axes = (*args[:n], *args[rest:]), (*axes[3 : 3 + n], *axes[3 + rest :])
 
         def apply(*tensors):
-            return Backward.apply(name, needs, count, *tensors[:n], *args[n:rest], *tensors[n:])
+            return _backward().apply(name, needs, count, *tensors[:n], *args[n:rest], *tensors[n:])
 
         batches, output_batches = bound.batches(args[:n], axes[3 : 3 + n], info.batch_size)
         inside = [*batches, *[0] * count, *output_batches]
         outside = [p for p, need in zip(batches, needs, strict=True) if need]
-        made, where = rule(torch, _each, bound.op.batch, apply, info.batch_size, tensor_axes, tensors, inside, outside)
+        made, where = rule(loops.xp, _each, bound.op.batch, apply, info.batch_size, tensor_axes, tensors, inside, outside)
         return tuple(made), tuple(where)
+
+
+class Dual(Forward):
+    """The same within forward-mode differentiation. (The compiler can't look into a Function that has a jvp.)"""
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        Forward.setup_context(ctx, inputs, output)
+        ctx.save_for_forward(*inputs[2 : 2 + _bound[ctx.name].inputs])
+        ctx.further = len(output) - _bound[ctx.name].outputs
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        """The gradient's own gradient with respect to the cotangents, in which it is linear."""
+        _check_nesting(ctx.name)
+        bound, inputs, options = _bound[ctx.name], ctx.saved_tensors, ctx.settings[:-1]
+        given = tangents[2 : 2 + bound.inputs]
+        needs, seconds = [t is not None for t in given], [t for t in given if t is not None]
+        cotangents = bound.complete([None] * bound.outputs, inputs, options)
+        _, made = loops.second_gradients(bound.op, inputs, options, cotangents, needs, seconds)
+        return *made, *(None,) * ctx.further
+
+
+class DualBackward(Backward):
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        Backward.setup_context(ctx, inputs, output)
+        bound, args = _bound[ctx.name], inputs[3:]
+        ctx.save_for_forward(*args[: bound.inputs], *args[bound.rest + ctx.count :], *output)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        """Likewise by what is linear, here the second gradients in the tangents of the gradients."""
+        _check_nesting(ctx.name)
+        bound, kept = _bound[ctx.name], ctx.saved_tensors
+        n, end, args = bound.inputs, bound.inputs + bound.outputs, tangents[3:]
+        along = (*args[:n], *args[bound.rest + ctx.count :])
+
+        def second(*seconds):
+            found, of_cotangents = loops.second_gradients(bound.op, kept[:n], ctx.options, kept[n:end], ctx.needs, seconds)
+            return tuple(g for g, tangent in zip((*found, *of_cotangents), along, strict=True) if tangent is not None)
+
+        return torch.func.vjp(second, *map(torch.zeros_like, kept[end:]))[1](tuple(t for t in along if t is not None))
 
 
 def _each(function, slices):
     made = [function(*current) for current in zip(*(s.unbind(0) for s in slices), strict=True)]
     return [torch.stack(values) for values in zip(*made, strict=True)]
+
+
+def _forward() -> type[Forward]:
+    return Dual if _forward_mode() else Forward
+
+
+def _backward() -> type[Backward]:
+    return DualBackward if _forward_mode() else Backward
+
+
+def _forward_mode() -> bool:
+    return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+
+
+def _check_nesting(name: str) -> None:
+    """PyTorch runs a Function's jvp with forward mode off, so that one around it would find nothing, and say nothing."""
+    if eager_transforms.JVP_NESTING > 1:
+        raise NotImplementedError(f"{name}: has no forward mode within forward mode; use torch_ops.reference.function(op), or jacrev")
 
 
 def _transforming() -> bool:

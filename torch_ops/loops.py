@@ -22,6 +22,7 @@ xp = SimpleNamespace(
     **{name: getattr(torch, name) for name in FUNCTIONS},
     arange=lambda count, like: torch.arange(count, dtype=like.dtype, device=like.device),
     max=torch.amax,
+    moveaxis=torch.movedim,  # torch.moveaxis can't be mapped
     put=lambda x, index, rows: x.index_copy(0, index.long(), rows),
     repeat=_repeat,
     stop_gradient=torch.Tensor.detach,
@@ -44,7 +45,10 @@ def scan(step, carry, xs):
     pieces = []
     for start in range(0, steps, stretch):
         now = [x[:, start : start + stretch] for x in xs]
-        carry, out = checkpoint(_steps, step, carry, now, use_reentrant=False) if recompute else _steps(step, carry, now)
+        if recompute:  # nothing here is random, and the state of what is random can't be read within a CUDA graph
+            carry, out = checkpoint(_steps, step, carry, now, use_reentrant=False, preserve_rng_state=False)
+        else:
+            carry, out = _steps(step, carry, now)
         pieces.append(out)
     return carry, torch.cat(pieces, 1)
 

@@ -1,7 +1,7 @@
 """selective_scan_over_time: sequences that are cut over processes, against the same sequence in one."""
 
 import pytest
-from common import FRONTENDS, arrays, resized
+from common import FRONTENDS, KERNELS, arrays, resized
 from torch_processes import COUNT, together
 
 from bridge import ops
@@ -28,7 +28,7 @@ def check(rank, name, processes, backend, dtype, tolerance, state):
     case = CASES[name]
     length = [2 * i + 1 for i in range(processes)]
     case = resized(case, b=2, t=sum(length), d=4, n=3, g=2)
-    whole = {k: v.requires_grad_() for k, v in arrays(FRONTEND, case, dtype).items()}
+    whole = {k: v.cpu().requires_grad_() for k, v in arrays(FRONTEND, case, dtype).items()}
     over_time = {k for k, v in whole.items() if k in IN_TIME and v.dim() > 2}
     mine = {k: (v.split(length, 1)[rank] if k in over_time else v).detach().requires_grad_() for k, v in whole.items()}
     wanted = torch_ops.selective_scan(**whole, **case.options, backend="reference", return_final_state=True)
@@ -55,7 +55,8 @@ EXACT, ROUNDED = dict(rtol=1e-10, atol=1e-12), dict(rtol=1e-4, atol=1e-4)
 
 @pytest.mark.parametrize("processes", [2, COUNT])
 @pytest.mark.parametrize("name", ["everything", "no initial state", "one step", "several segments"])
-def test_the_loop(name, processes):
+def test_the_loop(name, processes, covers):
+    covers("torch", "time over processes", SCAN.name)
     together(check, name, processes, "reference", "float64", EXACT, True)
 
 
@@ -67,5 +68,7 @@ def test_float32():
     together(check, "everything", COUNT, "reference", "float32", ROUNDED, True)
 
 
-def test_the_kernels():
-    together(check, "everything", 2, None, "float64", EXACT, True)
+@pytest.mark.skipif(KERNELS != "interpret", reason="test_torch_gpus has them")
+def test_the_kernels(covers):
+    covers("torch", "time over processes", SCAN.name)
+    together(check, "everything", 2, KERNELS, "float64", EXACT, True)

@@ -57,6 +57,17 @@ class Model(nn.Module):
         return first + second
 
 
+@pytest.fixture
+def note(covers):
+    """What a test shows for the ops that the model has."""
+
+    def of_all(transform):
+        for op in ("selective_scan", "sinkhorn", weighted.name):
+            covers("torch", transform, op)
+
+    return of_all
+
+
 def make(**options):
     torch.manual_seed(0)
     return Model(**options).double(), torch.randn(COUNT * B, T, WIDTH, dtype=torch.float64)
@@ -83,7 +94,8 @@ def check_data_parallel(rank, options, static):
 
 
 @pytest.mark.parametrize(("options", "static"), [({}, False), ({"recompute": True}, True)], ids=["plain", "checkpointed"])
-def test_data_parallel(options, static):
+def test_data_parallel(options, static, note):
+    note("DDP")
     together(check_data_parallel, options, static)
 
 
@@ -101,10 +113,13 @@ def check_fully_sharded(rank, options, shape, precision):
 
 @pytest.mark.parametrize(
     ("options", "shape", "precision"),
-    [({}, (COUNT,), False), ({"recompute": True}, (2, 2), False), ({}, (COUNT,), True), ({"backend": KERNELS}, (COUNT,), False)],
+    [({}, (COUNT,), False), ({"recompute": True}, (2, 2), False), ({}, (COUNT,), True), ({"backend": "interpret"}, (COUNT,), False)],
     ids=["plain", "checkpointed, replicated", "float32", "kernels"],
 )
-def test_fully_sharded(options, shape, precision):
+def test_fully_sharded(options, shape, precision, note):
+    if options.get("backend") == "interpret" != KERNELS:
+        pytest.skip("test_torch_gpus has the kernels")
+    note("FSDP2")
     together(check_fully_sharded, options, shape, precision)
 
 
@@ -131,5 +146,6 @@ def split_channels(mixer, mesh):
         setattr(mixer, name, Parameter(distribute_tensor(getattr(mixer, name).detach(), mesh, [Shard(0)])))
 
 
-def test_channels_and_parameters():
+def test_channels_and_parameters(note):
+    note("tensor parallel")
     together(check_channels_and_parameters)

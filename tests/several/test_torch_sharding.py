@@ -32,6 +32,11 @@ def case_of(op, name):
     return resized(next(case for case in op.cases if case.name == name), **SIZES[op.name])
 
 
+def drawn(case, dtype="float64"):
+    """Arrays on the CPU, which the processes have each for itself."""
+    return {name: x.cpu() for name, x in arrays(FRONTEND, case, dtype).items()}
+
+
 def function(op, case, backend):
     flags = {f"return_{o.name}": True for o in op.signature.outputs if o.optional}
     options = {**case.options, "iters": 3} if "iters" in op.options else case.options
@@ -62,7 +67,7 @@ def check_split(rank, op_name, case_name, split, backend):
     """No array moves, and each gradient lies where its input does, or is a sum over what the input lacks."""
     op, mesh = BY_NAME[op_name], init_device_mesh("cpu", (2, 2))
     case = case_of(op, case_name)
-    call, whole = function(op, case, backend), {k: v.requires_grad_() for k, v in arrays(FRONTEND, case, "float64").items()}
+    call, whole = function(op, case, backend), {k: v.requires_grad_() for k, v in drawn(case).items()}
     forms = forms_of(op, case, whole)
     split_up = {k: distribute_tensor(v.detach(), mesh, places(forms[k], split)).requires_grad_() for k, v in whole.items()}
     wanted = call(whole)
@@ -91,13 +96,15 @@ JOBS = [
 
 
 @pytest.mark.parametrize(("op", "case", "split"), JOBS, ids=by_name)
-def test_what_is_split_stays_where_it_is(op, case, split):
+def test_what_is_split_stays_where_it_is(op, case, split, covers):
+    covers("torch", "DTensor", op)
     together(check_split, op, case, split, "reference")
 
 
-@pytest.mark.skipif(KERNELS != "interpret", reason="processes without a GPU each")
+@pytest.mark.skipif(KERNELS != "interpret", reason="test_torch_gpus has them")
 @pytest.mark.parametrize("op", [op for op in BY_NAME.values() if op.backward], ids=by_name)
-def test_the_kernels(op):
+def test_the_kernels(op, covers):
+    covers("torch", "DTensor", op.name)
     together(check_split, op.name, op.cases[0].name, SPLITS[0] if op.channels else LEADING[0], "interpret")
 
 
@@ -105,7 +112,7 @@ def check_moves(rank):
     """What can't be used as it lies is moved first: an array of which the split is of no use here, and one with a sum to come."""
     op, mesh = BY_NAME["selective_scan"], init_device_mesh("cpu", (COUNT,))
     case = case_of(op, "everything")
-    call, whole = function(op, case, "reference"), arrays(FRONTEND, case, "float64")
+    call, whole = function(op, case, "reference"), drawn(case)
     lies = {k: Shard(0) for k in whole} | {"x": Shard(2), "delta": Replicate(), "D": Partial()}
     moved = {k: distribute_tensor(v / (COUNT if k == "D" else 1), mesh, [Replicate() if k == "D" else lies[k]]) for k, v in whole.items()}
     moved["D"] = DTensor.from_local(moved["D"].to_local(), mesh, [Partial()])
@@ -121,7 +128,7 @@ def check_whole(rank, op_name, case_name, sizes):
     """Where nothing can be split every process computes the whole."""
     op, mesh = BY_NAME[op_name], init_device_mesh("cpu", (COUNT,))
     case = resized(case_of(op, case_name), **sizes)
-    call, whole = function(op, case, "reference"), arrays(FRONTEND, case, "float64")
+    call, whole = function(op, case, "reference"), drawn(case)
     spread = {k: distribute_tensor(v, mesh, [Shard(0) if v.dim() == 3 else Replicate()]) for k, v in whole.items()}
     for one, other in zip(call(spread), call(whole), strict=True):
         assert one.placements == (Replicate(),)
@@ -144,7 +151,7 @@ def test_what_can_not_be_split_is_whole(op, case, sizes):
 def check_compiled(rank):
     op, mesh = BY_NAME["selective_scan"], init_device_mesh("cpu", (2, 2))
     case = case_of(op, "everything")
-    call, whole = function(op, case, "reference"), arrays(FRONTEND, case, "float64")
+    call, whole = function(op, case, "reference"), drawn(case)
     forms = forms_of(op, case, whole)
     split_up = {k: distribute_tensor(v, mesh, places(forms[k], SPLITS[0])).requires_grad_() for k, v in whole.items()}
 
@@ -157,7 +164,8 @@ def check_compiled(rank):
         torch.testing.assert_close(one.full_tensor(), other.full_tensor())
 
 
-def test_compiled():
+def test_compiled(covers):
+    covers("torch", "compiled DTensor", "selective_scan")
     together(check_compiled)
 
 
@@ -165,7 +173,7 @@ def check_one_output(rank):
     """Of what comes out only one is used: nothing is asked of the gradient of the other."""
     op, mesh = BY_NAME["selective_scan"], init_device_mesh("cpu", (2, 2))
     case = case_of(op, "everything")
-    call, whole = function(op, case, "reference"), {k: v.requires_grad_() for k, v in arrays(FRONTEND, case, "float64").items()}
+    call, whole = function(op, case, "reference"), {k: v.requires_grad_() for k, v in drawn(case).items()}
     forms = forms_of(op, case, whole)
     split_up = {k: distribute_tensor(v.detach(), mesh, places(forms[k], SPLITS[0])).requires_grad_() for k, v in whole.items()}
     for i in range(2):

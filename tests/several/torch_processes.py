@@ -16,10 +16,10 @@ import torch.multiprocessing as multiprocessing
 COUNT = 4
 
 
-def together(check, *arguments) -> None:
-    """Run check(rank, *arguments), a function of a test module, in COUNT processes that form a process group. Raises
-    AssertionError with what went wrong in them."""
-    pipes = _processes()
+def together(check, *arguments, gpus=False) -> None:
+    """Run check(rank, *arguments), a function of a test module, in COUNT processes that form a process group; with `gpus` in
+    two of them, each with a GPU of its own. Raises AssertionError with what went wrong in them."""
+    pipes = _processes(2, "nccl") if gpus else _processes(COUNT, "gloo")
     for pipe in pipes:
         pipe.send((check.__module__, check.__name__, arguments))
     failures = [f"process {rank}:\n{said}" for rank, said in enumerate(pipe.recv() for pipe in pipes) if said]
@@ -27,23 +27,25 @@ def together(check, *arguments) -> None:
 
 
 @functools.cache
-def _processes():
+def _processes(count, backend):
     context, store = multiprocessing.get_context("forkserver"), Path(tempfile.mkdtemp()) / "store"
     context.set_forkserver_preload(["pytest", "torch.distributed.tensor.debug", "torch_ops.frontend"])  # imported once, not by each
     pipes, processes = [], []
-    for rank in range(COUNT):
+    for rank in range(count):
         ours, theirs = context.Pipe()
-        processes.append(context.Process(target=_serve, args=(rank, str(store), theirs), daemon=True))
+        processes.append(context.Process(target=_serve, args=(rank, count, backend, str(store), theirs), daemon=True))
         processes[-1].start()
         pipes.append(ours)
     atexit.register(lambda: [process.kill() for process in processes])
     return pipes
 
 
-def _serve(rank, store, pipe):
+def _serve(rank, count, backend, store, pipe):
     os.environ["BRIDGE_TEST_FRONTENDS"] = "torch"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=COUNT, timeout=timedelta(seconds=60))
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=count, timeout=timedelta(seconds=60))
     while True:
         module, name, arguments = pipe.recv()
         try:

@@ -57,7 +57,7 @@ def implicit(xp, R, dR):
         return xp.where(there, 1 / xp.where(there, x, xp.ones_like(x)), xp.where(x == x, xp.zeros_like(x), x))
 
     n = R.shape[-1]
-    k = xp.cumsum(xp.ones_like(R[..., :1, :]), -1) - 1  # 0, ..., n - 1 along a row
+    k = xp.arange(n, like=R) + xp.zeros_like(R[..., :1, :])  # 0, ..., n - 1 along a row
     zero, share = xp.zeros_like(R), R * inverse(rows(R))
 
     def turn(row):
