@@ -48,22 +48,66 @@ def columns(tile):
 
 @triton.jit
 def rows(tile):
-    """The same of the rows of a [N, W] tile."""
-    return columns(tl.trans(tile))
+    """The N rows of a [N, W] tile, as tiles [1, W]."""
+    made = ()
+    pieces = columns(tl.trans(tile))
+    for n in tl.static_range(tile.shape[0]):
+        made = made + (tl.reshape(pieces[n], (1, tile.shape[1])),)
+    return made
+
+
+@triton.jit
+def groups(tile, J: tl.constexpr):
+    """The rows of a [N, W] tile J at a time, as N/J tiles [J, W]."""
+    N: tl.constexpr = tile.shape[0]
+    W: tl.constexpr = tile.shape[1]
+    made = ()
+    pieces = rows(tl.reshape(tile, (N // J, J * W)))
+    for n in tl.static_range(N // J):
+        made = made + (tl.reshape(pieces[n], (J, W)),)
+    return made
+
+
+@triton.jit
+def everywhere(tile):
+    """The J rows of a [J, W] tile, as tiles [J, W] that have a row J times: where J lanes have one each, each gets all."""
+    known = (tile,)
+    for level in tl.static_range(6):
+        if len(known) < tile.shape[0]:
+            known = twice(known)
+    return known
+
+
+@triton.jit
+def twice(known):
+    """Of tiles [J, W] that each know a row for every bit of it below `bit`, those that know twice as many: the exchange of
+    `everywhere` over one bit."""
+    bit: tl.constexpr = len(known)
+    J: tl.constexpr = known[0].shape[0]
+    W: tl.constexpr = known[0].shape[1]
+    low = (tl.arange(0, J)[:, None] & bit) == 0
+    lower, upper = (), ()
+    for k in tl.static_range(bit):
+        other = tl.reshape(flip(tl.reshape(known[k], (J, W, 1)), bit * W), (J, W))
+        lower, upper = lower + (tl.where(low, known[k], other),), upper + (tl.where(low, other, known[k]),)
+    return lower + upper
 
 
 @triton.jit
 def shared_rows(tile, LANES: tl.constexpr):
-    """The rows of a tile that takes long to compute, each needed by LANES lanes.
+    """The rows of a tile that takes long to compute, each needed by LANES lanes: tiles [1, W] or [LANES, W].
 
-    Left alone, the compiler computes a tile where it is used: each of those lanes computes all of it. From 4 of them on it takes less
-    time to compute it once and to exchange the results. No layout is moved across a scan, and so the tile is put through one
-    over an axis of a single entry, which does nothing.
+    Left alone, the compiler computes a tile where it is used: each of those lanes computes all of it. Here each computes a row of
+    LANES, and gets the others.
     """
-    if LANES < 4:
+    if LANES == 1 or LANES > tile.shape[0]:
         return rows(tile)
     else:
-        return rows(tl.reshape(tl.cumsum(tile[:, :, None], axis=2), tile.shape))
+        made = ()
+        pieces = groups(tile, LANES)
+        for n in tl.static_range(tile.shape[0] // LANES):
+            made = made + everywhere(pieces[n])
+        return made
 
 
 @triton.jit

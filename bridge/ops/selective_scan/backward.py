@@ -8,7 +8,7 @@ programs leaves as partial sums, which sum_leading adds in a fixed order.
 import triton
 import triton.language as tl
 
-from bridge.language import LN2, rows, shared_rows, stack, sum_each
+from bridge.language import LN2, groups, rows, shared_rows, sigmoid, stack, sum_each
 from bridge.ops.selective_scan import tiles
 
 
@@ -58,11 +58,13 @@ def recompute(
     if PACKED:
         initial = tiles.shift(initial, tl.load(poison))
     one = tiles.shift(tiles.zeros(BD, wide, BN, R), 1.0)
-    h, head, through, total, wrong = initial, tiles.zeros(BD, wide, BN, R), one, tl.zeros((BD,), wide), True
+    LANES: tl.constexpr = BN // R
+    SHARING: tl.constexpr = LANES if R > 1 else 1  # lanes among which work on a step is shared out
+    h, head, through, total, wrong = initial, tiles.zeros(BD, wide, BN, R), one, tl.zeros((LANES, BD), wide), True
     for CAREFUL in tl.static_range(2):
         if wrong:
             AT_ONCE: tl.constexpr = 1 if CAREFUL else TILE
-            h, head, through, total = initial, tiles.zeros(BD, wide, BN, R), one, tl.zeros((BD,), wide)
+            h, head, through, total = initial, tiles.zeros(BD, wide, BN, R), one, tl.zeros((LANES, BD), wide)
             for start in tl.range(0, tl.where(whole, end - begin, (end - begin - 1) // TILE * TILE), AT_ONCE, num_stages=3):
                 first, left = begin + start, end - begin - start
                 row = batch * steps + first
@@ -71,25 +73,25 @@ def recompute(
                 at = tiles.at_tile(block, batch, batches, first, steps, TILE, STATES, BD)
                 tiles.store_states(fine + at, 0, tl.arange(0, BD), here, h, BD, STATES, BN, R)
                 x_rows = tiles.load_rows(x, row, left, channel, ours, CHANNELS, AT_ONCE)
-                dt, slope = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE, BN // R)
+                dt, deltas = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE, SHARING)
                 Bt = tiles.load_projection(B, constant_B, row, left, group, wide, GB, STATES, BN, R, AT_ONCE)
                 if CARRY:
                     dy_tile = tiles.load_tile(dy, row, left, channel, ours, CHANNELS, AT_ONCE)
                     Ct = tiles.load_projection(C, constant_C, row, left, group, wide, GC, STATES, BN, R, AT_ONCE)
                     if HAS_Z:
                         silu, slopes = tiles.load_gate(z, row, left, channel, ours, wide, CHANNELS, AT_ONCE)
-                        dp = rows(dy_tile.to(wide) * silu)
+                        dp = shared_rows(dy_tile.to(wide) * silu, SHARING)
                     else:
                         dp = rows(dy_tile)
                 for i in tl.static_range(AT_ONCE):
-                    u = (dt[i] * x_rows[i].to(wide))[None, :]
+                    u = dt[i] * x_rows[i].to(wide)
                     now, products, sums = (), (), ()
                     for r in tl.static_range(R):
-                        a = tiles.growth(dt[i][None, :] * decay[r], CAREFUL)
+                        a = tiles.growth(dt[i] * decay[r], CAREFUL)
                         now = now + (a * h[r] + u * Bt[i][r],)
                         if CARRY:
                             products = products + (a * through[r],)
-                            sums = sums + (head[r] + products[r] * (dp[i].to(wide)[None, :] * Ct[i][r]),)
+                            sums = sums + (head[r] + products[r] * (dp[i].to(wide) * Ct[i][r]),)
                     h = now
                     if CARRY:
                         total += dt[i]
@@ -105,7 +107,7 @@ def recompute(
         index = index.to(tl.int64)
         tiles.store_states(after, index, channel, ours, h, CHANNELS, STATES, BN, R)
         tiles.store_states(heads, index, channel, ours, head, CHANNELS, STATES, BN, R)
-        tl.store(elapsed + index * CHANNELS + channel, total, mask=ours)
+        tiles.store_first(elapsed + index * CHANNELS, channel, ours, total)
     else:
         of_sweep = index.to(tl.int64) if PACKED else sequence
         tiles.store_states(after, of_sweep, channel, tiles.where_true(channel, ours, whole, CHANNELS), h, CHANNELS, STATES, BN, R)
@@ -155,7 +157,8 @@ def reverse(
     """
     wide: tl.constexpr = fine.dtype.element_ty
     LANES: tl.constexpr = BN // R
-    SCATTER: tl.constexpr = LANES > 1 and R > 1  # dx and ddelta leave in parts, one for each lane that shares a channel's states
+    SHARING: tl.constexpr = LANES if R > 1 else 1  # lanes among which work on a step is shared out
+    SCATTER: tl.constexpr = SHARING > 1  # dx and ddelta leave in parts, one for each lane that shares a channel's states
     block, group, channel, ours, index = tiles.own(CHANNELS, GROUPS, BD)
     sequence, batch, begin, end, opens, closes = tiles.chunk_of(cuts, index, steps, chunks, span, PACKED)
     state, lane = tiles.first_states(BN, R), tl.arange(0, BD)[None, :]
@@ -183,10 +186,9 @@ def reverse(
         part, part_ours = tiles.owned(block, offset, CHANNELS, GROUPS, BD)
         part_x, part_delta = part_ours & (part_of < CUTS), part_ours & (part_of >= CUTS)
     each_channel = tiles.apart(channel)[None, :] + tl.zeros((LANES, 1), tl.int32)
-    first_ours = (state == 0) & ours[None, :]
-    skip_once = tl.where(first_ours, skip[None, :], 0.0)  # what is added over the lanes comes from the first
+    skip_once = tl.where((state == 0) & ours[None, :], skip[None, :], 0.0)  # what is added over the lanes comes from the first
     carry, sum_A, sum_B, sum_C = last_carry, tiles.zeros(BD, wide, BN, R), tiles.zeros(BD, wide, BN, R), tiles.zeros(BD, wide, BN, R)
-    sum_D, sum_bias = tl.zeros((BD,), wide), tl.zeros((LANES, BD), wide)
+    sum_D, sum_bias = tl.zeros((LANES, BD), wide), tl.zeros((LANES, BD), wide)
     behind, wrong = last_state, True
     for CAREFUL in tl.static_range(2):
         if wrong:
@@ -198,20 +200,23 @@ def reverse(
                 tiles.zeros(BD, wide, BN, R),
                 tiles.zeros(BD, wide, BN, R),
             )
-            sum_D, sum_bias = tl.zeros((BD,), wide), tl.zeros((LANES, BD), wide)
+            sum_D, sum_bias = tl.zeros((LANES, BD), wide), tl.zeros((LANES, BD), wide)
             behind = last_state
             count = tl.cdiv(end - begin, AT_ONCE)
             for k in tl.range(0, count, num_stages=3):
                 start = (count - 1 - k) * AT_ONCE
                 first, left = begin + start, end - begin - start
                 row = batch * steps + first
-                x_rows = tiles.load_rows(x, row, left, channel, ours, CHANNELS, AT_ONCE)
-                dt, slope = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE, BN // R)
+                TOGETHER: tl.constexpr = SHARING if SHARING <= AT_ONCE else 1  # steps of which each lane finishes one
+                x_tile = tiles.load_tile(x, row, left, channel, ours, CHANNELS, AT_ONCE)
+                x_rows = rows(x_tile)
+                dt, deltas = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE, SHARING)
                 dy_tile = tiles.load_tile(dy, row, left, channel, ours, CHANNELS, AT_ONCE)
                 if HAS_Z:
                     silu, slopes = tiles.load_gate(z, row, left, channel, ours, wide, CHANNELS, AT_ONCE)
-                    dps = shared_rows(dy_tile.to(wide) * silu, LANES)
-                    of_ungated = shared_rows(dy_tile.to(wide) * slopes, LANES)
+                    dps = shared_rows(dy_tile.to(wide) * silu, SHARING)
+                    of_ungated = groups(dy_tile.to(wide) * slopes, TOGETHER)
+                    through = groups(x_tile, TOGETHER)
                 else:
                     dps = rows(dy_tile)
                 Bt = tiles.load_projection(B, constant_B, row, left, group, wide, GB, STATES, BN, R, AT_ONCE)
@@ -248,18 +253,18 @@ def reverse(
                 for i in tl.static_range(AT_ONCE):
                     u, now, powers = dt[i] * x_rows[i].to(wide), (), ()
                     for r in tl.static_range(R):
-                        a = tiles.growth(dt[i][None, :] * decay[r], CAREFUL)
+                        a = tiles.growth(dt[i] * decay[r], CAREFUL)
                         powers = powers + (a,)
                         if KNOWN and i == AT_ONCE - 1:
                             now = now + (behind[r],)
                         else:
-                            now = now + (a * h[i][r] + u[None, :] * Bt[i][r],)
+                            now = now + (a * h[i][r] + u * Bt[i][r],)
                     h, kept = h + (now,), kept + (powers,)
-                of_parts, of_grads, of_z = (), (), ()
+                of_parts, of_grads, of_z, ungated = (), (), (), ()
                 nothing = tl.cast(k, wide) * 0.0  # which the compiler doesn't know: else it kept all powers, in memory
                 for i in tl.static_range(AT_ONCE - 1, -1, -1):
                     xs, dp = x_rows[i].to(wide), dps[i].to(wide)
-                    u, steady = dt[i] * xs, dt[i][None, :]
+                    u = dt[i] * xs
                     here = tiles.where_true(channel, ours, i < left, CHANNELS)
                     carried, sums_A, sums_B, sums_C, each = (), (), (), (), ()
                     of_u = tl.zeros((LANES, BD), wide)
@@ -268,8 +273,8 @@ def reverse(
                         if i >= AT_ONCE - KEPT:
                             a = kept[i][r]
                         else:
-                            a = tiles.growth(steady * decay[r] + nothing, CAREFUL)
-                        g = dp[None, :] * Ct[i][r] + carry[r]
+                            a = tiles.growth(dt[i] * decay[r] + nothing, CAREFUL)
+                        g = dp * Ct[i][r] + carry[r]
                         carried = carried + (a * g,)
                         if CAREFUL:
                             from_decay = g * (a * h[i][r])  # a g can be beyond all numbers, and h zero
@@ -277,16 +282,16 @@ def reverse(
                             from_decay = carried[r] * h[i][r]
                         of_u += g * Bt[i][r]
                         of_decay += decay[r] * from_decay
-                        sums_A = sums_A + (sum_A[r] + steady * from_decay,)
+                        sums_A = sums_A + (sum_A[r] + dt[i] * from_decay,)
                         if NEED_B:
-                            of_B = g * u[None, :]
+                            of_B = g * u
                             if GB == 0:
                                 sums_B = sums_B + (sum_B[r] + of_B,)
                             else:
                                 each = each + (of_B,)
                     for r in tl.static_range(R):
                         if NEED_C:
-                            of_C = dp[None, :] * h[i + 1][r]
+                            of_C = dp * h[i + 1][r]
                             if GC == 0:
                                 sums_C = sums_C + (sum_C[r] + of_C,)
                             else:
@@ -313,10 +318,12 @@ def reverse(
                     if NEED_C and GC == 0:
                         sum_C = sums_C
                     at = (row + i) * CHANNELS
-                    grad_x = steady * of_u
-                    grad_delta = (xs[None, :] * of_u + of_decay * LN2) * slope[i][None, :]
+                    grad_x = dt[i] * of_u
+                    grad_delta = xs * of_u + of_decay * LN2
+                    if SOFTPLUS:
+                        grad_delta *= sigmoid(deltas[i].to(wide) + bias[None, :])
                     if HAS_D:
-                        grad_x += skip_once * dp[None, :]
+                        grad_x += skip_once * dp
                     if SCATTER:
                         if NEED_X or NEED_DELTA:
                             both = tl.reshape(tl.join(grad_x, grad_delta), (LANES, CUTS, BD // CUTS, 2))
@@ -338,13 +345,20 @@ def reverse(
                     if NEED_D:
                         sum_D += dp * xs
                     if NEED_Z:
-                        ungated = tiles.dot(h[i + 1], Ct[i])
-                        if HAS_D:
-                            ungated += skip * xs
-                        of_z = (tl.broadcast_to((of_ungated[i] * ungated)[None, :], (LANES, BD)),) + of_z
-                        if len(of_z) == 4 or i == 0:
-                            tiles.store_steps(dz + row * CHANNELS, each_channel, first_ours, i, left, of_z, CHANNELS)
-                            of_z = ()
+                        ungated = (tiles.dot(h[i + 1], Ct[i]),) + ungated
+                        if len(ungated) == TOGETHER:
+                            if TOGETHER == LANES:
+                                out = tiles.sum_lanes(ungated)
+                            else:
+                                out = tl.sum(ungated[0], axis=0, keep_dims=True)
+                            if HAS_D:
+                                out += skip[None, :] * through[i // TOGETHER].to(wide)
+                            out *= of_ungated[i // TOGETHER]
+                            ungated, of_z = (), (tl.broadcast_to(out, (LANES, BD)),) + of_z
+                            if len(of_z) == 4 or i == 0:
+                                writes = ours[None, :] & ((state == 0) | (TOGETHER > 1))
+                                tiles.store_steps(dz + row * CHANNELS, each_channel, writes, i, left, of_z, CHANNELS, TOGETHER > 1)
+                                of_z = ()
                 if KNOWN:
                     behind = before
             wrong = tiles.undefined(carry) | tiles.undefined(sum_A)
@@ -355,7 +369,7 @@ def reverse(
     if NEED_C and GC == 0:
         tiles.store_state(dC, chunk, channel, ours, sum_C, CHANNELS, STATES, BN, R)
     if NEED_D:
-        tl.store(dD + chunk * CHANNELS + channel, sum_D, mask=ours)
+        tiles.store_first(dD + chunk * CHANNELS, channel, ours, sum_D)
     if NEED_BIAS:
         tl.store(dbias + chunk * CHANNELS + channel, tl.sum(sum_bias, axis=0), mask=ours)
     if NEED_INITIAL:

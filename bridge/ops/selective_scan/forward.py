@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from bridge.language import rows
+from bridge.language import groups, rows
 from bridge.ops.selective_scan import tiles
 
 
@@ -73,15 +73,17 @@ def chunk_ends(
     bias = tiles.load_vector(delta_bias, channel, ours, wide, HAS_BIAS)
     decay = tiles.load_decay(A, channel, ours, wide, STATES, BN, R)
     constant = tiles.load_matrix(B, channel, ours, wide, GB == 0, STATES, BN, R)
-    h, total, wrong = tiles.zeros(BD, wide, BN, R), tl.zeros((BD,), wide), True
+    LANES: tl.constexpr = BN // R
+    SHARING: tl.constexpr = LANES if R > 1 else 1  # lanes among which work on a step is shared out
+    h, total, wrong = tiles.zeros(BD, wide, BN, R), tl.zeros((LANES, BD), wide), True
     for CAREFUL in tl.static_range(2):
         if wrong:
             AT_ONCE: tl.constexpr = 1 if CAREFUL else TILE
-            h, total = tiles.zeros(BD, wide, BN, R), tl.zeros((BD,), wide)
+            h, total = tiles.zeros(BD, wide, BN, R), tl.zeros((LANES, BD), wide)
             for start in tl.range(0, end - begin, AT_ONCE, num_stages=3):
                 row, left = batch * steps + begin + start, end - begin - start
                 x_rows = tiles.load_rows(x, row, left, channel, ours, CHANNELS, AT_ONCE)
-                dt, slope = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE, BN // R)
+                dt, deltas = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE, SHARING)
                 Bt = tiles.load_projection(B, constant, row, left, group, wide, GB, STATES, BN, R, AT_ONCE)
                 for i in tl.static_range(AT_ONCE):
                     h = tiles.advance(h, decay, dt[i], dt[i] * x_rows[i].to(wide), Bt[i], CAREFUL)
@@ -89,7 +91,7 @@ def chunk_ends(
             wrong = tiles.undefined(h)
     index = index.to(tl.int64)
     tiles.store_states(ends, index, channel, ours, h, CHANNELS, STATES, BN, R)
-    tl.store(elapsed + index * CHANNELS + channel, total, mask=ours)
+    tiles.store_first(elapsed + index * CHANNELS, channel, ours, total)
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -142,8 +144,10 @@ def scan(
         initial = tiles.load_states(starts, index.to(tl.int64), channel, there, CHANNELS, STATES, BN, R)
     if PACKED:
         initial = tiles.shift(initial, tl.load(poison))
-    each = tiles.apart(channel)[None, :] + tl.zeros((BN // R, 1), tl.int32)
-    writes = (tl.arange(0, BN // R)[:, None] == 0) & ours[None, :]  # of the lanes that have y, the first
+    LANES: tl.constexpr = BN // R
+    SHARING: tl.constexpr = LANES if R > 1 else 1  # lanes among which work on a step is shared out
+    each = tiles.apart(channel)[None, :] + tl.zeros((LANES, 1), tl.int32)
+    first_lane = tl.arange(0, LANES)[:, None] == 0
     h, wrong = initial, True
     for CAREFUL in tl.static_range(2):
         if wrong:
@@ -159,26 +163,36 @@ def scan(
                     tiles.store_states(
                         states, batch * tl.cdiv(steps, SEGMENT) + first // SEGMENT, channel, kept, h, CHANNELS, STATES, BN, R
                     )
-                x_rows = tiles.load_rows(x, row, left, channel, ours, CHANNELS, AT_ONCE)
-                dt, slope = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE, BN // R)
+                TOGETHER: tl.constexpr = SHARING if SHARING <= AT_ONCE else 1  # steps of which each lane finishes one
+                x_tile = tiles.load_tile(x, row, left, channel, ours, CHANNELS, AT_ONCE)
+                x_rows = rows(x_tile)
+                dt, deltas = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE, SHARING)
                 Bt = tiles.load_projection(B, constant_B, row, left, group, wide, GB, STATES, BN, R, AT_ONCE)
                 Ct = tiles.load_projection(C, constant_C, row, left, group, wide, GC, STATES, BN, R, AT_ONCE)
                 if HAS_Z:
                     silu, slopes = tiles.load_gate(z, row, left, channel, ours, wide, CHANNELS, AT_ONCE)
-                    gate = rows(silu)
-                outs = ()
+                    gate = groups(silu, TOGETHER)
+                if HAS_D:
+                    through = groups(x_tile, TOGETHER)
+                terms, outs = (), ()
                 for i in tl.static_range(AT_ONCE):
-                    xs = x_rows[i].to(wide)
-                    h = tiles.advance(h, decay, dt[i], dt[i] * xs, Bt[i], CAREFUL)
-                    out = tiles.dot(h, Ct[i])
-                    if HAS_D:
-                        out += skip * xs
-                    if HAS_Z:
-                        out *= gate[i]
-                    outs = outs + (tl.broadcast_to(out[None, :], (BN // R, BD)),)
-                    if len(outs) == 4 or i == AT_ONCE - 1:
-                        tiles.store_steps(y + row * CHANNELS, each, writes, i + 1 - len(outs), left, outs, CHANNELS)
-                        outs = ()
+                    h = tiles.advance(h, decay, dt[i], dt[i] * x_rows[i].to(wide), Bt[i], CAREFUL)
+                    terms = terms + (tiles.dot(h, Ct[i]),)
+                    if len(terms) == TOGETHER:
+                        if TOGETHER == LANES:
+                            out = tiles.sum_lanes(terms)
+                        else:
+                            out = tl.sum(terms[0], axis=0, keep_dims=True)
+                        if HAS_D:
+                            out += skip[None, :] * through[i // TOGETHER].to(wide)
+                        if HAS_Z:
+                            out *= gate[i // TOGETHER]
+                        terms, outs = (), outs + (tl.broadcast_to(out, (LANES, BD)),)
+                        if len(outs) == 4 or i == AT_ONCE - 1:
+                            writes = ours[None, :] & (first_lane | (TOGETHER > 1))
+                            first_out = i + 1 - len(outs) * TOGETHER
+                            tiles.store_steps(y + row * CHANNELS, each, writes, first_out, left, outs, CHANNELS, TOGETHER > 1)
+                            outs = ()
             wrong = tiles.undefined(h)
     if closes:
         tiles.store_state(final_state, sequence, channel, ours, h, CHANNELS, STATES, BN, R)

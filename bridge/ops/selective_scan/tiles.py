@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from bridge.fast import power
-from bridge.language import LOG2E, columns, product, rows, shared_rows, sigmoid, softplus, stack
+from bridge.language import LOG2E, columns, product, rows, shared_rows, sigmoid, softplus, stack, sum_each
 
 CUT = tl.constexpr(5)  # numbers in a row of `cuts`
 STRUNG = tl.constexpr(4)  # chunks whose ends are read together, where they are strung together
@@ -75,15 +75,25 @@ def where_true(channel, ours, condition, CHANNELS: tl.constexpr):
 
 
 @triton.jit
-def store_steps(pointer, channel, ours, step, left, values, CHANNELS: tl.constexpr):
+def store_first(pointer, channel, ours, value):
+    """The first row of a tile [J, BD] into an array d."""
+    first = tl.arange(0, value.shape[0])[:, None] == 0
+    tl.store(pointer + apart(channel)[None, :] + tl.zeros_like(value).to(tl.int32), value, mask=first & ours[None, :])
+
+
+@triton.jit
+def store_steps(pointer, channel, ours, step, left, values, CHANNELS: tl.constexpr, EACH: tl.constexpr = False):
     """Tiles [J, W] of a number of steps in turn, the first of which is `step`, into a (b t) d array; up to step `left`.
 
-    pointer: to step 0. channel, ours: [J, W], where each entry belongs, and whether it is to be written. One store of several
-    steps, since the compiler takes long over each, and no more of them than a lane has registers for.
+    pointer: to step 0. channel, ours: [J, W], where each entry belongs, and whether it is to be written. EACH: row j of a tile
+    is a step by itself, and the tiles are J steps apart. One store of several steps, since the compiler takes long over each,
+    and no more of them than a lane has registers for.
     """
-    steps = step + tl.arange(0, len(values))[None, None, :]
-    inside = tl.where(ours, channel, CHANNELS)[:, :, None] < tl.where(steps < left, CHANNELS, 0)
-    at = (pointer + step * CHANNELS + channel)[:, :, None] + (steps - step) * CHANNELS
+    apiece: tl.constexpr = values[0].shape[0] if EACH else 1
+    later = tl.arange(0, len(values))[None, None, :] * apiece
+    row = (tl.arange(0, values[0].shape[0]) * (1 if EACH else 0))[:, None]
+    inside = tl.where(ours, channel, CHANNELS)[:, :, None] < tl.where(step + row[:, :, None] + later < left, CHANNELS, 0)
+    at = (pointer + (step + row) * CHANNELS + channel)[:, :, None] + later * CHANNELS
     tl.store(at, stack(values).to(pointer.dtype.element_ty), mask=inside)
 
 
@@ -122,19 +132,8 @@ def load_tile(pointer, row, left, channel, ours, CHANNELS: tl.constexpr, TILE: t
 
 @triton.jit
 def load_rows(pointer, row, left, channel, ours, CHANNELS: tl.constexpr, TILE: tl.constexpr):
-    """The same as TILE vectors [BD]."""
+    """The same as TILE tiles [1, BD]."""
     return rows(load_tile(pointer, row, left, channel, ours, CHANNELS, TILE))
-
-
-@triton.jit
-def step_sizes(delta, delta_bias, SOFTPLUS: tl.constexpr):
-    """dt from delta, and d dt / d delta."""
-    dt = delta + delta_bias
-    slope = tl.full(dt.shape, 1.0, dt.dtype)
-    if SOFTPLUS:
-        slope = sigmoid(dt)
-        dt = softplus(dt)
-    return dt, slope
 
 
 @triton.jit
@@ -142,21 +141,20 @@ def load_steps(
     delta, bias, row, left, channel, ours, wide: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, CHANNELS: tl.constexpr,
     TILE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """dt of TILE steps, and d dt / d delta: two tuples of [BD], that LANES lanes need. dt is 0 from step `left` on."""
+    """dt and delta of TILE steps: two tuples of [1, BD], dt also [LANES, BD]. dt is 0 from step `left` on."""
     tile = load_tile(delta, row, left, channel, ours, CHANNELS, TILE)
-    BD: tl.constexpr = channel.shape[0]
+    loaded = rows(tile)
     if SOFTPLUS:
-        dt, slope = step_sizes(tile.to(wide), bias[None, :], True)
-        return shared_rows(tl.where(tl.arange(0, TILE)[:, None] < left, dt, 0.0), LANES), shared_rows(slope, LANES)
+        dt = tl.where(tl.arange(0, TILE)[:, None] < left, softplus(tile.to(wide) + bias[None, :]), 0.0)
+        return shared_rows(dt, LANES), loaded
     else:
-        loaded = rows(tile)
-        dts, slopes = (), ()
+        dts = ()
         for i in tl.static_range(TILE):
             dt = loaded[i].to(wide)
             if HAS_BIAS:
-                dt = tl.where(where_true(channel, ours, i < left, CHANNELS), dt + bias, 0.0)
-            dts, slopes = dts + (dt,), slopes + (tl.full((BD,), 1.0, wide),)
-        return dts, slopes
+                dt = tl.where(where_true(channel, ours, i < left, CHANNELS)[None, :], dt + bias[None, :], 0.0)
+            dts = dts + (dt,)
+        return dts, loaded
 
 
 @triton.jit
@@ -306,10 +304,10 @@ def store_state(
 
 @triton.jit
 def advance(h, decay, dt, u, Bt, CAREFUL: tl.constexpr):
-    """exp(dt A) h + u B. dt, u: [BD]."""
+    """exp(dt A) h + u B. dt, u: [1, BD]."""
     made = ()
     for r in tl.static_range(len(h)):
-        made = made + (growth(dt[None, :] * decay[r], CAREFUL) * h[r] + u[None, :] * Bt[r],)
+        made = made + (growth(dt * decay[r], CAREFUL) * h[r] + u * Bt[r],)
     return made
 
 
@@ -317,7 +315,7 @@ def advance(h, decay, dt, u, Bt, CAREFUL: tl.constexpr):
 def string(h, decay, elapsed, ends, index, channel, there, CHANNELS: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr, R: tl.constexpr):
     """The state behind a chunk from that before it: `elapsed` (chunks d) and `ends` (chunks n d) are what a chunk does to it. The
     same state where the chunk isn't `there`."""
-    dt = tl.load(elapsed + index * CHANNELS + channel, mask=there, other=0.0)
+    dt = tl.load(elapsed + index * CHANNELS + channel, mask=there, other=0.0)[None, :]
     added = load_states(ends, index, channel, there, CHANNELS, STATES, BN, R)
     return advance(h, decay, dt, tl.full(dt.shape, 1.0, dt.dtype), added, True)
 
@@ -332,8 +330,14 @@ def shift(h, by):
 
 @triton.jit
 def dot(h, w):
-    """The sum over the states, [BD]; the same bits in every lane that holds a copy of it."""
+    """The sum over the states of each lane, [BN/R, BD]; to be summed over the lanes with the same bits in each."""
     terms = product(h[0], w[0])
     for r in tl.static_range(1, len(h)):
         terms += h[r] * w[r]
-    return tl.sum(terms, axis=0)
+    return terms
+
+
+@triton.jit
+def sum_lanes(values):
+    """From J tiles [J, BD] the [J, BD] whose row j is the sum over the rows of values[j]: each lane gets the sum of one."""
+    return tl.trans(sum_each(tl.permute(stack(values), (1, 0, 2))))

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from bridge.language import sigmoid
+from bridge.language import sigmoid, softplus
 from bridge.ops.selective_scan import tiles
 
 
@@ -31,7 +31,9 @@ def step(
     at = batch * CHANNELS + channel
     xs = tl.load(x + at, mask=ours, other=0.0).to(wide)
     bias = tiles.load_vector(delta_bias, channel, ours, wide, HAS_BIAS)
-    dt, slope = tiles.step_sizes(tl.load(delta + at, mask=ours, other=0.0).to(wide), bias, SOFTPLUS)
+    dt = tl.load(delta + at, mask=ours, other=0.0).to(wide) + bias
+    if SOFTPLUS:
+        dt = softplus(dt)
     decay = tiles.load_decay(A, channel, ours, wide, STATES, BN, 1)[0]
     Bt = tiles.load_projection(
         B, tiles.load_matrix(B, channel, ours, wide, GB == 0, STATES, BN, 1), batch, 1, group, wide, GB, STATES, BN, 1, 1
@@ -41,7 +43,7 @@ def step(
     )
     h = tiles.load_state(state, slot, channel, stateful, wide, True, CHANNELS, STATES, BN, 1)[0]
     h = tiles.growth(dt[None, :] * decay, True) * h + (dt * xs)[None, :] * Bt[0][0]
-    out = tiles.dot((h,), Ct[0])
+    out = tl.sum(tiles.dot((h,), Ct[0]), axis=0)
     if HAS_D:
         out += tiles.load_vector(D, channel, ours, wide, True) * xs
     if HAS_Z:
