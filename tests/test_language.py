@@ -7,15 +7,56 @@ import triton.language as tl
 from common import carry_out
 
 from bridge import Array, Launch, Plan
-from bridge.language import rows, sigmoid, softplus, sum_leading
+from bridge.language import everywhere, groups, rows, shared_rows, sigmoid, softplus, stack, sum_each, sum_leading, widen
 
 
 @triton.jit
 def rows_kernel(x, out, T: tl.constexpr, W: tl.constexpr):
     i, j = tl.arange(0, T)[:, None], tl.arange(0, W)
-    vectors = rows(tl.load(x + i * W + j[None, :]), T, W)
+    vectors = rows(tl.load(x + i * W + j[None, :]))
     for t in tl.static_range(T):
-        tl.store(out + t * W + j, vectors[t] + t * 1000)
+        tl.store(out + t * W + j[None, :], vectors[t] + t * 1000)
+
+
+@triton.jit
+def exchange_kernel(x, each, sums, every, shared, T: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr):
+    """x: T W. each: groups of LANES rows, stacked; sums: of row t the sum of its entries t, LANES + t, ..., over all t at once."""
+    i, j, t = tl.arange(0, T)[:, None], tl.arange(0, W)[None, :], tl.arange(0, T // LANES)
+    tile = tl.load(x + i * W + j)
+    lane = tl.arange(0, LANES)[:, None]
+    of_group = groups(tile, LANES)
+    tl.store(each + ((lane * W + j)[:, :, None] * (T // LANES) + t[None, None, :]), stack(of_group))
+    first = everywhere(of_group[0])
+    scaled = ()
+    for k in tl.static_range(LANES):
+        tl.store(every + (k * LANES + lane) * W + j, first[k])
+        scaled = scaled + (of_group[0] * (k + 1),)
+    tl.store(sums + lane * LANES + tl.arange(0, LANES)[None, :], sum_each(stack(scaled)))
+    all_rows = shared_rows(tile, LANES)
+    for k in tl.static_range(T):
+        tl.store(shared + (k * LANES + lane) * W + j, all_rows[k] + lane * 0.0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(("T", "W", "LANES"), [(4, 8, 1), (4, 8, 2), (8, 8, 4), (16, 16, 8), (16, 16, 2)])
+def test_exchanges(T, W, LANES, dtype):
+    """Rows by groups, a row in all lanes of a group, and a sum for each lane: what lanes exchange arrives where it should."""
+    x = np.random.default_rng(0).standard_normal((T, W)).astype(dtype)
+    shapes = {"each": (LANES, W, T // LANES), "sums": (LANES, LANES), "every": (LANES, LANES, W), "shared": (T, LANES, W)}
+    outputs = {name: Array(shape, dtype) for name, shape in shapes.items()}
+    launch = Launch(exchange_kernel, 1, ("x",), (), outputs, {"T": T, "W": W, "LANES": LANES}, wide=dtype, num_warps=1)
+    each, sums, every, shared = carry_out(Plan((launch,), tuple(outputs)), {"x": x})
+    np.testing.assert_array_equal(each, np.moveaxis(x.reshape(T // LANES, LANES, W), 0, 2))
+    np.testing.assert_array_equal(every, np.repeat(x[:LANES, None], LANES, axis=1))
+    np.testing.assert_array_equal(shared, np.repeat(x[:, None], LANES, axis=1))
+    np.testing.assert_allclose(sums, x[:LANES].sum(1)[:, None] * np.arange(1, LANES + 1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 1000, 1025])
+def test_widen(size):
+    x = np.random.default_rng(0).standard_normal(size).astype(np.float16)
+    launch = Launch(widen, -(-size // 1024), ("x",), (size,), {"wide": Array((size,), "float32")}, {"BLOCK": 1024})
+    np.testing.assert_array_equal(carry_out(Plan((launch,), ("wide",)), {"x": x})[0], x.astype(np.float32))
 
 
 @triton.jit

@@ -10,6 +10,7 @@ from common import FRONTENDS, KERNELS, assert_within, by_name, compare
 
 from bridge import ops
 from bridge.case import Case
+from bridge.ops.selective_scan import op as declaration
 from bridge.ops.selective_scan.cases import OPTIONAL, sample
 from bridge.parity import BOUNDS
 
@@ -60,6 +61,15 @@ def test_pair(frontend, row):
     sums = {name: found.pop(name) for name in list(found) if name in ("dA", "dD", "ddelta_bias", "dB", "dC")}
     assert_within(found, BOUNDS[row["dtype"]])
     assert_within(sums, BOUNDS[row["dtype"]] * (10 if row["t"] < 63 or not frontend.gpu else 1))
+
+
+@pytest.mark.parametrize(("n", "t"), [(16, 70), (64, 9)])
+def test_lanes(n, t, monkeypatch):
+    """As a GPU runs it: each channel's states in several lanes, which share out the work on a step. The interpreter has one."""
+    monkeypatch.setattr(declaration, "INTERPRETING", False)
+    monkeypatch.setattr(declaration, "SHORTEST", 64)
+    case = Case("lanes", dict(b=1, t=t, d=19, n=n, g=1), sample, {"delta_softplus": True})
+    assert_within(compare(FRONTENDS[-1], SCAN, case, "float32", KERNELS), BOUNDS["float32"])
 
 
 @pytest.mark.parametrize("frontend", FRONTENDS, ids=by_name)
