@@ -158,7 +158,9 @@ def reverse(
     wide: tl.constexpr = fine.dtype.element_ty
     LANES: tl.constexpr = BN // R
     SHARING: tl.constexpr = LANES if R > 1 else 1  # lanes among which work on a step is shared out
-    SCATTER: tl.constexpr = SHARING > 1 and SHARING <= 2 * BD  # dx and ddelta leave in parts, one for each lane that shares a channel's states
+    SCATTER: tl.constexpr = (
+        SHARING > 1 and SHARING <= 2 * BD
+    )  # dx and ddelta leave in parts, one for each lane that shares a channel's states
     block, group, channel, ours, index = tiles.own(CHANNELS, GROUPS, BD)
     sequence, batch, begin, end, opens, closes = tiles.chunk_of(cuts, index, steps, chunks, span, PACKED)
     state, lane = tiles.first_states(BN, R), tl.arange(0, BD)[None, :]

@@ -52,16 +52,16 @@ MANY = 64  # chunks of a sequence, from which on they needn't be as short as `lo
 # its states to going back. Programs of the backward pass hold more registers.
 TUNABLES = {
     "forward": {
-        "full": Tunable(600, (300, 600, 1200)),
-        "wanted": Tunable(4096, (2048, 4096, 8192)),
-        "longest": Tunable(512, (256, 512, 1024, 2048)),
+        "full": Tunable(600, (600, 1200)),
+        "wanted": Tunable(2048, (1024, 2048, 4096)),
+        "longest": Tunable(512, (512, 1024)),
         "ahead": Tunable(32, (16, 32)),
     },
     "backward": {
-        "full": Tunable(1000, (500, 1000, 2000)),
+        "full": Tunable(1000, (1000, 2000)),
         "wanted": Tunable(2048, (1024, 2048, 4096)),
-        "longest": Tunable(512, (256, 512, 1024, 2048)),
-        "kept": Tunable(2, (0, 2, 3)),
+        "longest": Tunable(512, (512, 1024)),
+        "kept": Tunable(2, (0, 2)),
     },
 }
 # The most programs, uncut, that a call of these sizes has.
@@ -288,11 +288,14 @@ def size_class(call: Call) -> str:
 
 def exponentials(call: Call, which: str) -> int:
     """A decay for each state and step: one going forward, and another where chunks first find their ends. Backward: one to
-    recompute the states, and in each tile one forward and one back."""
-    sizes = call.sizes
-    passes = Passes(call, None, **cutting(call, "forward"))
-    times = (2 if passes.layout.each > 1 else 1) if which == "forward" else 3
-    return times * sizes["b"] * sizes["t"] * sizes["d"] * sizes["n"]
+    recompute the states, which needn't go over the last tile of a segment where time isn't cut, and in each tile one forward and
+    one back, of which those that were kept and one that nobody needs are left out."""
+    sizes, cut = call.sizes, Passes(call, None, **cutting(call, which)).layout.each > 1
+    states = sizes["b"] * sizes["t"] * sizes["d"] * sizes["n"]
+    if which == "forward":
+        return states * (2 if cut else 1)
+    kept = selective_scan.tuned(call, "backward")["kept"]
+    return states * ((TILE if cut else TILE - 1) + 2 * TILE - max(kept, 1)) // TILE
 
 
 def cutting(call: Call, which: str) -> dict[str, int]:
