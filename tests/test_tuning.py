@@ -13,7 +13,7 @@ from bridge.case import Case
 from bridge.tuning import Tunable, search
 
 SCAN = ops["selective_scan"]
-LONG = full_call(Job(SCAN, next(c for c in SCAN.models if c.sizes["t"] == 65536), "bfloat16"))
+LONG = full_call(Job(SCAN, next(c for c in SCAN.models if c.sizes["t"] == 8192), "bfloat16"))
 
 
 def grids(op, call, which="forward"):
@@ -58,8 +58,8 @@ def test_names_of_cards():
 @pytest.mark.parametrize("which", ["forward", "backward"])
 def test_a_table_changes_the_plan_of_its_card(folder, which):
     candidates = SCAN.tunables[which]["wanted"].candidates
-    write(folder, "fast", table(which=which, wanted=candidates[0]))
-    write(folder, "other sizes", table(which=which, size_class="many programs", wanted=candidates[0]))
+    write(folder, "fast", table(which=which, wanted=candidates[-1]))
+    write(folder, "other sizes", table(which=which, size_class="many programs", wanted=candidates[-1]))
     default, unknown = grids(SCAN, LONG, which), grids(SCAN, replace(LONG, card="unknown"), which)
     fast, other = (grids(SCAN, replace(LONG, card=card), which) for card in ("fast", "other sizes"))
     assert unknown == other == default
@@ -67,7 +67,7 @@ def test_a_table_changes_the_plan_of_its_card(folder, which):
 
 
 def test_a_tile_of_a_table_reaches_the_kernel(folder):
-    write(folder, "fast", table(ahead=8))
+    write(folder, "fast", table(ahead=16))
     tiles = [
         {launch.constants["TILE"] for launch in SCAN.forward_plan(replace(LONG, card=card), False).launches if "TILE" in launch.constants}
         for card in ("", "fast")
@@ -77,7 +77,7 @@ def test_a_tile_of_a_table_reaches_the_kernel(folder):
 
 def test_warps_of_a_table_have_matrices_of_their_own(folder):
     write(folder, "fast", {"sinkhorn": {"forward": {"4 x 4": {"warps": 4}, "16 x 16": {"warps": 4}}}})
-    for side, expected in ((4, [(1, 32), (4, 128)]), (16, [(1, 2), (1, 2)])):
+    for side, expected in ((4, [(1, 32), (4, 128)]), (16, [(1, 8), (1, 8)])):
         call = full_call(Job(ops["sinkhorn"], next(c for c in ops["sinkhorn"].models if c.sizes["n"] == side), "float32"))
         launches = [ops["sinkhorn"].forward_plan(replace(call, card=card), False).launches[0] for card in ("", "fast")]
         assert [(launch.num_warps, launch.constants["S"]) for launch in launches] == expected
@@ -145,7 +145,7 @@ def test_a_frontend_asks_for_its_card(frontend, monkeypatch):
 
 @pytest.mark.parametrize(
     ("op", "which", "size_class", "values"),
-    [(ops["sinkhorn"], "forward", "4 x 4", {"warps": 4}), (SCAN, "forward", "few programs", {"ahead": 8})],
+    [(ops["sinkhorn"], "forward", "4 x 4", {"warps": 4}), (SCAN, "forward", "few programs", {"ahead": 16})],
     ids=["warps", "ahead"],
 )
 def test_results_do_not_depend_on_a_table(op, which, size_class, values):
@@ -164,7 +164,7 @@ def test_plans_are_kept_by_card():
     assert SCAN.forward_plan(call, True) is SCAN.forward_plan(replace(LONG, card="some card"), True)
     with tuning.trial(table(wanted=2048)):
         one = SCAN.forward_plan(replace(LONG, card=tuning.kind("")), True)
-    with tuning.trial(table(wanted=8192)):
+    with tuning.trial(table(wanted=4096)):
         other = SCAN.forward_plan(replace(LONG, card=tuning.kind("")), True)
     assert [launch.grid for launch in one.launches] != [launch.grid for launch in other.launches]
 
@@ -206,13 +206,13 @@ def test_the_search_finds_what_is_fastest_and_writes_it(folder, monkeypatch):
     sizes = [c for c in SCAN.models if c.sizes["b"] == 1][:1]
     monkeypatch.setattr(search, "classes", lambda op, dtype: {"few programs": sizes})
     told = []
-    watch = Stopwatch(lambda values: 1.0 + (values["wanted"] != 2048) + (values.get("ahead", 8) != 8))
+    watch = Stopwatch(lambda values: 1.0 + (values["wanted"] != 4096) + (values.get("ahead", 16) != 16))
     search.tune(watch, [SCAN], "bfloat16", lambda what, total: told.append((what, total)), "NVIDIA Test", {"triton": "3"})
     tuning.read.cache_clear()
     found = tuning.read("nvidia_test")
-    assert found["selective_scan"]["forward"]["few programs"]["wanted"] == 2048
-    assert found["selective_scan"]["forward"]["few programs"]["ahead"] == 8
-    assert found["selective_scan"]["backward"]["few programs"]["wanted"] == 2048
+    assert found["selective_scan"]["forward"]["few programs"]["wanted"] == 4096
+    assert found["selective_scan"]["forward"]["few programs"]["ahead"] == 16
+    assert found["selective_scan"]["backward"]["few programs"]["wanted"] == 4096
     assert found["sinkhorn"]["forward"]["4 x 4"] == {"warps": 2}
     assert [total for _, total in told] == [2, 2]
     for op in OPS:
