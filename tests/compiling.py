@@ -1,4 +1,4 @@
-"""Compiles every kernel of the ops' cases without a GPU, for the GPUs named on the command line (80, 90, 100).
+"""Compiles every kernel of the ops' cases without a GPU, for the GPUs named on the command line (80, 90, 100), or of named cases.
 
 A program of its own: kernels can't be compiled in a process that interprets them. Prints one line of JSON a kernel:
 its name, the GPU, registers, bytes of stack, sums of pairs of lanes that a product was fused into, and seconds.
@@ -74,11 +74,11 @@ def fused_pairs(ptx: str) -> int:
     return sum(addend in shuffled for addend in re.findall(r"fma\.rn\.f32\s+%\w+,\s*%\w+,\s*%\w+,\s*(%\w+);", ptx))
 
 
-def main(targets: list[int], dtypes: list[str], names: list[str]) -> None:
+def main(targets: list[int], dtypes: list[str], names: list[str], cases: list[str]) -> None:
     seen = set()
     for op in (ops[name] for name in names or ops):
         for case in op.cases:
-            for dtype in dtypes:
+            for dtype in dtypes if not cases or case.name in cases else ():
                 for plan, arrays in plans(op, case, dtype):
                     arrays = arrays | plan.arrays
                     for launch in plan.launches:
@@ -111,4 +111,5 @@ def main(targets: list[int], dtypes: list[str], names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main([int(t) for t in sys.argv[1].split(",")], sys.argv[2].split(","), sys.argv[3].split(",") if len(sys.argv) > 3 else [])
+    names, cases = (argument.split(",") if argument else [] for argument in (*sys.argv[3:], "", "")[:2])
+    main([int(t) for t in sys.argv[1].split(",")], sys.argv[2].split(","), names, cases)

@@ -5,15 +5,28 @@ import json
 import pytest
 from common import NAMES, OPS, by_name, python
 
+from bridge import ops
+
 # A compiler, not an interpreter, and no GPU.
 COMPILER = {"TRITON_INTERPRET": "", "JAX_PLATFORMS": "cpu", "TRITON_DEFAULT_FP_FUSION": "1"}
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-@pytest.mark.parametrize("op", OPS, ids=by_name)
-def test_triton(op, dtype):
-    targets = "80,90,100" if dtype == "bfloat16" else "90"
-    done = python("tests/compiling.py", targets, dtype, op.name, env=COMPILER, timeout=1200)
+# The sweeps of a scan take the compiler ten seconds each: those of some cases.
+JOBS = [
+    (op, dtype, targets, "")
+    for op in OPS
+    for dtype, targets in (("bfloat16", "80,90,100"), ("float64", "90"))
+    if op.name != "selective_scan"
+]
+JOBS += [
+    (ops["selective_scan"], dtype, targets, cases)
+    for dtype, targets, cases in (("bfloat16", "90", "everything,packed"), ("bfloat16", "80,100", "base"), ("float64", "90", "base"))
+]
+
+
+@pytest.mark.parametrize(("op", "dtype", "targets", "cases"), JOBS, ids=by_name)
+def test_triton(op, dtype, targets, cases):
+    done = python("tests/compiling.py", targets, dtype, op.name, cases, env=COMPILER, timeout=1200)
     assert done.returncode == 0, done.stderr[-2000:]
     compiled = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert {str(c["target"]) for c in compiled} == set(targets.split(","))
@@ -75,8 +88,9 @@ CALLS = {
 
 
 @pytest.mark.skipif("jax" not in NAMES, reason="needs JAX")
-@pytest.mark.parametrize("target", [80, 90, 100])
-@pytest.mark.parametrize("op", OPS, ids=by_name)
+@pytest.mark.parametrize(
+    ("op", "target"), [(op, t) for op in OPS for t in (80, 90, 100) if op.name != "selective_scan" or t == 90], ids=by_name
+)
 def test_jax_triton(op, target):
     """And another b or t compiles nothing more."""
     pytest.importorskip("jax_triton")

@@ -8,7 +8,7 @@ programs leaves as partial sums, which sum_leading adds in a fixed order.
 import triton
 import triton.language as tl
 
-from bridge.language import LN2, groups, rows, shared_rows, sigmoid, stack, sum_each
+from bridge.language import LN2, groups, product, rows, shared_rows, sigmoid, stack, sum_each
 from bridge.ops.selective_scan import tiles
 
 
@@ -146,7 +146,7 @@ def reverse(
     NEED_X: tl.constexpr, NEED_DELTA: tl.constexpr, NEED_A: tl.constexpr, NEED_B: tl.constexpr, NEED_C: tl.constexpr,
     NEED_D: tl.constexpr, NEED_Z: tl.constexpr, NEED_BIAS: tl.constexpr, NEED_INITIAL: tl.constexpr,
 ):  # fmt: skip
-    """The backward sweep, of one tile from the initial state where there is no `fine`.
+    """The backward sweep, of one step from the initial state where there is no `fine`.
 
     dx, ddelta, dz: b t d. dinitial_state: b d n, or s d n. Partial sums: dA, and dB and dC where they are constant in
     time, chunks d n, dD and dbias chunks d over the steps of a chunk. Else dB and dC over the channels of a block are left
@@ -163,6 +163,9 @@ def reverse(
     )  # dx and ddelta leave in parts, one for each lane that shares a channel's states
     block, group, channel, ours, index = tiles.own(CHANNELS, GROUPS, BD)
     sequence, batch, begin, end, opens, closes = tiles.chunk_of(cuts, index, steps, chunks, span, PACKED)
+    # Whether sums over the channels begin between lanes, and not within each.
+    SUMS: tl.constexpr = R * ((1 if NEED_B and GB > 0 else 0) + (1 if NEED_C and GC > 0 else 0))
+    APART: tl.constexpr = SUMS > 0 and 32 * BD > SUMS * BD * LANES
     state, lane = tiles.first_states(BN, R), tl.arange(0, BD)[None, :]
     bias = tiles.load_vector(delta_bias, channel, ours, wide, HAS_BIAS)
     skip = tiles.load_vector(D, channel, ours, wide, HAS_D)
@@ -192,7 +195,7 @@ def reverse(
     carry, sum_A, sum_B, sum_C = last_carry, tiles.zeros(BD, wide, BN, R), tiles.zeros(BD, wide, BN, R), tiles.zeros(BD, wide, BN, R)
     sum_D, sum_bias = tl.zeros((LANES, BD), wide), tl.zeros((LANES, BD), wide)
     behind, wrong = last_state, True
-    for CAREFUL in tl.static_range(2):
+    for CAREFUL in tl.static_range(0 if HAS_FINE else 1, 2):
         if wrong:
             AT_ONCE: tl.constexpr = 1 if CAREFUL else TILE
             KNOWN: tl.constexpr = HAS_FINE and not CAREFUL  # the states before and behind each tile
@@ -286,14 +289,14 @@ def reverse(
                         of_decay += decay[r] * from_decay
                         sums_A = sums_A + (sum_A[r] + dt[i] * from_decay,)
                         if NEED_B:
-                            of_B = g * u
+                            of_B = tiles.term(g, u, APART)
                             if GB == 0:
                                 sums_B = sums_B + (sum_B[r] + of_B,)
                             else:
                                 each = each + (of_B,)
                     for r in tl.static_range(R):
                         if NEED_C:
-                            of_C = dp * h[i + 1][r]
+                            of_C = tiles.term(dp, h[i + 1][r], APART)
                             if GC == 0:
                                 sums_C = sums_C + (sum_C[r] + of_C,)
                             else:
@@ -320,10 +323,10 @@ def reverse(
                     if NEED_C and GC == 0:
                         sum_C = sums_C
                     at = (row + i) * CHANNELS
-                    grad_x = dt[i] * of_u
+                    grad_x = product(dt[i], of_u)
                     grad_delta = xs * of_u + of_decay * LN2
                     if SOFTPLUS:
-                        grad_delta *= sigmoid(deltas[i].to(wide) + bias[None, :])
+                        grad_delta = product(grad_delta, sigmoid(deltas[i].to(wide) + bias[None, :]))
                     if HAS_D:
                         grad_x += skip_once * dp
                     if SCATTER:

@@ -167,6 +167,7 @@ class Passes:
         groups = max(1, *self.groups.values())
         packed = sizes["s"] if call.has("cu_seqlens") else None
         self.layout = Layout(sizes["b"], sizes.get("t", 1), sizes["d"], sizes["n"], groups, packed, **target)
+        self.tile = TILE if "t" in sizes else 1
         self.wide = "float64" if call.dtypes["x"] == "float64" else "float32"
         self.flags = {
             "R": self.layout.lane,
@@ -223,11 +224,11 @@ class Passes:
     def workspace(self) -> Array:
         """The state before every tile of time, then dB and dC of its steps. In tiles.py, at_tile says what lies where."""
         k = self.layout
-        return self.array(k.groups * k.blocks, k.b, cdiv(k.t, TILE), k.n * max(k.channels, 2 * TILE))
+        return self.array(k.groups * k.blocks, k.b, cdiv(k.t, self.tile), k.n * max(k.channels, 2 * self.tile))
 
     def reverse(self, needs: tuple[str, ...], kept: int | None = None) -> list[Launch]:
         """The backward sweep and the sums of what leaves it in parts. `kept` steps of each tile keep their powers; None where no
-        state was recomputed: then there is one tile, from the initial state."""
+        state was recomputed: then there is one step, from the initial state."""
         recomputed = kept is not None
         # Tiles of packed sequences begin anywhere, and the sums of one could hit the states of another.
         over = {"blocks_sums": "fine"} if recomputed and self.layout.packed is None else None
@@ -254,7 +255,7 @@ class Passes:
             backwards.reverse, k.chunks,
             "x delta A B C D z delta_bias initial_state states fine after carries cuts poison dy dfinal_state", (*k.cut, k.b),
             {**outputs, "blocks_sums": self.workspace() if over_channels else self.array(1)},
-            ("SOFTPLUS", "GB", "GC", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED"), TILE=TILE, R=k.reverse_lane, KEPT=kept or 0,
+            ("SOFTPLUS", "GB", "GC", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED"), TILE=self.tile, R=k.reverse_lane, KEPT=kept or 0,
             SEGMENT=k.segment, HAS_FINE=recomputed, SHARED=k.num_warps > 1,
             over=over if over_channels else None, **{flag: name in gradients for flag, name in needed.items()},
         )  # fmt: skip
@@ -263,7 +264,9 @@ class Passes:
 
     def sum_blocks(self, name: str, result: Array) -> Launch:
         k, block = self.layout, 128
-        constants = dict(CHANNELS=k.d, STATES=k.n, GROUPS=k.groups, BD=k.channels, TILE=TILE, G=self.groups[name[1:]], SECOND=name == "dC")
+        constants = dict(
+            CHANNELS=k.d, STATES=k.n, GROUPS=k.groups, BD=k.channels, TILE=self.tile, G=self.groups[name[1:]], SECOND=name == "dC"
+        )
         return Launch(
             backwards.sum_blocks, cdiv(math.prod(result.shape), block), ("blocks_sums",), (k.t, k.b), {name: result},
             {**constants, "BLOCK": block}, wide=self.wide,

@@ -329,6 +329,15 @@ def shift(h, by):
 
 
 @triton.jit
+def term(x, y, APART: tl.constexpr):
+    """x y, to be summed over lanes: see `product`, which isn't needed where a lane adds up several first."""
+    if APART:
+        return product(x, y)
+    else:
+        return x * y
+
+
+@triton.jit
 def dot(h, w):
     """The sum over the states of each lane, [BN/R, BD]; to be summed over the lanes with the same bits in each."""
     terms = product(h[0], w[0])
