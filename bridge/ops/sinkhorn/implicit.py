@@ -45,30 +45,24 @@ def transpose(x):
 
 
 @triton.jit
-def at_largest(R, x):
-    """What x has where a row of R is largest."""
-    return top_column(tl.where(R == top_column(R), x, float("-inf")))
-
-
-@triton.jit
 def connect(R, G, share):
     """W and F above the diagonal, whole in each lane. Lanes have some rows each, and add up."""
     K: tl.constexpr = R.shape[4]
     W, F = tl.zeros((R.shape[0], R.shape[1], K, 1, K), R.dtype), tl.zeros((R.shape[0], R.shape[1], K, 1, K), R.dtype)
     for k in tl.static_range(R.shape[2]):
-        x = own_row(R, k)
-        q = x * own_row(share, k)
-        W += tl.permute(q, (0, 1, 4, 3, 2)) * x
-        F += tl.permute(q * own_row(G, k), (0, 1, 4, 3, 2)) * x
+        x, g = own_row(R, k), own_row(G, k)
+        q = tl.permute(x * own_row(share, k), (0, 1, 4, 3, 2)) * x
+        W += q
+        F += q * (tl.permute(g, (0, 1, 4, 3, 2)) - g)
     i, j = tl.arange(0, K)[None, None, :, None, None], tl.arange(0, K)[None, None, None, None, :]
-    both = tl.where(i < j, W, F - tl.permute(F, (0, 1, 4, 3, 2)))  # half of each: half as many sums
+    both = tl.where(i < j, W, tl.permute(F, (0, 1, 4, 3, 2)))  # half of each: half as many sums
     both = tl.sum(both, axis=1, keep_dims=True)
-    return both, -transpose(both)
+    return both, transpose(both)
 
 
 @triton.jit
 def connect_blocks(
-    out, dout, share, least, over, left,
+    out, dout, share, over, left,
     SIZE: tl.constexpr, S: tl.constexpr, N: tl.constexpr, I: tl.constexpr, J: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """W and F, in blocks of a lane, each of which needs all rows."""
@@ -81,7 +75,7 @@ def connect_blocks(
             g = read_row(dout, left, p, SIZE, S, N, I, J, WIDE, True)
             q = y * row(share, block, k)
             W += q * x
-            F += (q * ((g - row(least, block, k)) * over)) * x
+            F += (q * (g * over)) * x
     return W, F - transpose(F)
 
 
@@ -136,11 +130,11 @@ def solve(
     R = read(out, left, 0.0, SIZE, S, N, I, J, WIDE)
     G = read(dout, left, 0.0, SIZE, S, N, I, J, WIDE)
     largest, over = power(top_column(top_row(tl.abs(G))))
-    share, least = inverse(over_columns(R)), at_largest(R, G)
+    share = inverse(over_columns(R))
     if J == N:
-        W, F = connect(R, (G - least) * over, share)
+        W, F = connect(R, G * over, share)
     else:
-        W, F = connect_blocks(out, dout, share, least, over, left, SIZE, S, N, I, J, WIDE)
+        W, F = connect_blocks(out, dout, share, over, left, SIZE, S, N, I, J, WIDE)
     v = tl.zeros((S, 1, 1, N // J, J), R.dtype)
     for k in tl.static_range(J):
         for block in range(N // J):
@@ -148,12 +142,12 @@ def solve(
     for k in tl.static_range(J - 1, -1, -1):
         for back in range(N // J):
             v = substitute(W, F, v, N // J - 1 - back, k)
-    if I < N:
+    if J < N:
         R = read(out, left, 0.0, SIZE, S, N, I, J, WIDE, AGAIN=True)
         G = read(dout, left, 0.0, SIZE, S, N, I, J, WIDE, AGAIN=True)
-    h = (G - least) * over - v
-    h -= at_largest(R, h)
-    return (R * (h - share * over_columns(R * h))) * largest
+    h = G * over - v
+    h -= share * over_columns(R * h)
+    return (R * (h - share * over_columns(R * h))) * largest  # the mean again: what is left of it matters beside small ones
 
 
 @triton.jit
