@@ -122,8 +122,8 @@ def solve(
     Without u, the equations of v are those of a network of resistors between the columns: conductances
     W_jk = sum_i R_ij R_ik / r_i, and on each a source that drives F_jk = sum_i R_ij R_ik / r_i (G_ij - G_ik) through it.
     A node p is taken out by joining its neighbours (star to mesh), which only ever adds conductances; its potential is
-    then a weighted mean. A number added to a row of G changes nothing, so that at the largest entry of R is made 0 first.
-    Then nothing that cancels is larger than what it leaves, and no conditioning makes it blow up.
+    then a weighted mean. A number added to a row of h = G - v changes nothing, so that at the largest entry of R is made 0
+    first. Then nothing that cancels is larger than what it leaves, and no conditioning makes it blow up.
 
     G is taken over the power of two in its maximum: products with small gradients would vanish.
     """
@@ -146,8 +146,8 @@ def solve(
         R = read(out, left, 0.0, SIZE, S, N, I, J, WIDE, AGAIN=True)
         G = read(dout, left, 0.0, SIZE, S, N, I, J, WIDE, AGAIN=True)
     h = G * over - v
-    h -= share * over_columns(R * h)
-    return (R * (h - share * over_columns(R * h))) * largest  # the mean again: what is left of it matters beside small ones
+    h -= top_column(tl.where(R == top_column(R), h, float("-inf")))
+    return (R * (h - share * over_columns(R * h))) * largest
 
 
 @triton.jit
