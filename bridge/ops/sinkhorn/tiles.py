@@ -85,7 +85,7 @@ def place(count, SIZE: tl.constexpr, S: tl.constexpr):
 @triton.jit
 def matrices(left, S: tl.constexpr):
     """Which matrices are read. Where none are left the last is, again: a load without a mask needs no zeros beforehand."""
-    return tl.minimum(tl.arange(0, S), left - 1)
+    return tl.minimum(tl.arange(0, S), (tl.minimum(left, S) - 1).to(tl.int32))
 
 
 @triton.jit
