@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from bridge.ops.sinkhorn.growing import unrolled_growing
-from bridge.ops.sinkhorn.loop import advance, divide_columns, softmax, start, step, wild
+from bridge.ops.sinkhorn.loop import advance, divide_columns, iterate, softmax, start, step, wild
 from bridge.ops.sinkhorn.tiles import exp, over_columns, place, power, read, top_column, weigh_columns, weigh_rows, write
 
 
@@ -38,17 +38,16 @@ def take_back_softmax(P, D, u, v):
 
 @triton.jit
 def take_back_steps(
-    P, u, v, a, b, rows, columns, D, begin, steps,
+    P, u, v, a, b, rows, columns, D, last,
     LENGTH: tl.constexpr, SETTLE: tl.constexpr, ROW_COL: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """D before the LENGTH steps after `begin` of them: all are run again from the start to get their u and v."""
-    P, u, v, a, b = advance(P, u, v, a, b, rows, columns, begin, SETTLE, EPS)
+    """D before the next LENGTH steps, which are run again to get their u and v. If they are the last, D is yet with respect to R."""
     us, vs = (u,), ()
     for _ in tl.static_range(LENGTH):
         u, v, a, b = step(P, u, a, b, rows, columns, EPS)
         us += (u,)
         vs += (v,)
-    if begin + LENGTH == steps:  # D is the derivative with respect to R, yet
+    if last:
         if ROW_COL:
             w, one_over = divide_columns(P, u, a, columns, EPS)
             D = take_back_columns(P, tl.where(P == 0.0, 0.0, (D * u) * w), u, w)
@@ -62,6 +61,40 @@ def take_back_steps(
     return D
 
 
+@triton.jit
+def take_back_loop(
+    P, u, v, a, b, rows, columns, dR, left, steps,
+    SIZE: tl.constexpr, S: tl.constexpr, N: tl.constexpr, I: tl.constexpr, J: tl.constexpr, WIDE: tl.constexpr,
+    SETTLE: tl.constexpr, ROW_COL: tl.constexpr, EPS: tl.constexpr, H: tl.constexpr, REST: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """D before all steps. Segments of H are gone through from the last to the first, which has the REST if there is one.
+
+    Each is run again from the u at its start: KEPT of them are, the latest first (all but the last segment's, or none). What
+    isn't kept is made again from the start of all.
+    """
+    start_u = u
+    if KEPT > 0:
+        kept = (u,) * KEPT
+        u, v, a, b = iterate(P, u, v, a, b, rows, columns, REST, EPS)
+        for _ in range(REST, steps - H, H):
+            kept = (u,) + kept[:-1]
+            u, v, a, b = iterate(P, u, v, a, b, rows, columns, H, EPS)
+        D = read(dR, left, 0.0, SIZE, S, N, I, J, WIDE)
+        for begin in range(steps - H, REST - 1, -H):
+            D = take_back_steps(P, u, v, a, b, rows, columns, D, begin + H == steps, H, SETTLE, ROW_COL, EPS)
+            u = kept[0]
+            kept = kept[1:] + (u,)
+    else:
+        D = read(dR, left, 0.0, SIZE, S, N, I, J, WIDE)
+        if H > 0:
+            for begin in range(steps - H, REST - 1, -H):
+                Q, x, y, p, q = advance(P, u, v, a, b, rows, columns, begin, SETTLE, EPS)
+                D = take_back_steps(Q, x, y, p, q, rows, columns, D, begin + H == steps, H, SETTLE, ROW_COL, EPS)
+    if REST > 0 or H == 0:
+        D = take_back_steps(P, start_u, v, a, b, rows, columns, D, steps == REST, REST, SETTLE, ROW_COL, EPS)
+    return D
+
+
 @triton.jit(do_not_specialize=["count", "iters"])
 def unrolled(
     logits, dR,
@@ -69,26 +102,22 @@ def unrolled(
     dlogits,
     SIZE: tl.constexpr, S: tl.constexpr, N: tl.constexpr, I: tl.constexpr, J: tl.constexpr, WIDE: tl.constexpr,
     SETTLE: tl.constexpr, ROW_COL: tl.constexpr, EPS: tl.constexpr, ITERATES: tl.constexpr,
-    H: tl.constexpr, REST: tl.constexpr,
+    H: tl.constexpr, REST: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """dlogits (count n n), the derivative of the loop.
 
-    D is the derivative with respect to the entries of P, u and v held; P D is that with respect to the logits. Segments of
-    H iterations are gone through from the last to the first, which has the REST if there is one.
+    D is the derivative with respect to the entries of P, u and v held; P D is that with respect to the logits.
     """
     base, left = place(count, SIZE, S)
     M = read(logits + base, left, float("-inf"), SIZE, S, N, I, J, WIDE)
-    D = read(dR + base, left, 0.0, SIZE, S, N, I, J, WIDE)
     GROWS: tl.constexpr = EPS > 0 and not ROW_COL
     if ITERATES:
         rare = tl.max(wild(M).to(tl.int32)) if GROWS else 0
-        steps = iters - ROW_COL  # and a division by column sums
         P, u, v, a, b, rows, columns = start(M, SIZE, ROW_COL, EPS)
-        if H > 0:
-            for begin in range(steps - H, REST - 1, -H):
-                D = take_back_steps(P, u, v, a, b, rows, columns, D, begin, steps, H, SETTLE, ROW_COL, EPS)
-        if REST > 0 or H == 0:
-            D = take_back_steps(P, u, v, a, b, rows, columns, D, 0, steps, REST, SETTLE, ROW_COL, EPS)
+        D = take_back_loop(
+            P, u, v, a, b, rows, columns, dR + base, left, iters - ROW_COL,
+            SIZE, S, N, I, J, WIDE, SETTLE, ROW_COL, EPS, H, REST, KEPT,
+        )  # fmt: skip
         if ROW_COL and EPS > 0:
             M = read(logits + base, left, float("-inf"), SIZE, S, N, I, J, WIDE, AGAIN=True)
             dM = take_back_softmax(softmax(M), D, u, v)
@@ -102,7 +131,8 @@ def unrolled(
                     D = read(dR + base, left, 0.0, SIZE, S, N, I, J, WIDE, AGAIN=True)
                     dM = tl.where(wild(M), unrolled_growing(M, D, iters, EPS), dM)
     elif ROW_COL:
+        D = read(dR + base, left, 0.0, SIZE, S, N, I, J, WIDE)
         dM = take_back_softmax(softmax(M), D, tl.full((S, N // I, I, 1, 1), 1.0, M.dtype), tl.full((S, 1, 1, N // J, J), 1.0, M.dtype))
     else:
-        dM = exp(M) * D
+        dM = exp(M) * read(dR + base, left, 0.0, SIZE, S, N, I, J, WIDE)
     write(dlogits + base, left, dM, SIZE)

@@ -5,7 +5,6 @@ import triton.language as tl
 
 from bridge.fast import reciprocal
 from bridge.ops.sinkhorn.tiles import (
-    numbers,
     over_columns,
     over_rows,
     place,
@@ -27,80 +26,90 @@ def inverse(x):
 
 
 @triton.jit
-def row(x, block, k):
-    """Row k of a block of rows, in all lanes."""
-    i = tl.arange(0, x.shape[2])[None, None, :, None, None]
-    block_of = tl.arange(0, x.shape[1])[None, :, None, None, None]
-    return over_rows(tl.where((i == k) & (block_of == block), x, -0.0))
+def own_row(x, k):
+    """Row k of each block of rows."""
+    return tl.sum(tl.where(tl.arange(0, x.shape[2])[None, None, :, None, None] == k, x, -0.0), axis=2, keep_dims=True)
 
 
 @triton.jit
-def column(x, block, k):
-    """Column k of a block of columns, in all lanes."""
-    j = tl.arange(0, x.shape[4])[None, None, None, None, :]
-    block_of = tl.arange(0, x.shape[3])[None, None, None, :, None]
-    return over_columns(tl.where((j == k) & (block_of == block), x, -0.0))
+def row(x, block, k):
+    """Row k of one block of rows, in all lanes."""
+    own = own_row(x, k)
+    block_of = tl.arange(0, x.shape[1])[None, :, None, None, None]
+    return tl.sum(tl.where(block_of == block, own, -0.0), axis=1, keep_dims=True) if x.shape[1] > 1 else own
 
 
 @triton.jit
 def transpose(x):
-    return tl.reshape(tl.permute(x, (0, 3, 4, 1, 2)), x.shape)
+    return tl.permute(x, (0, 3, 4, 1, 2))
 
 
 @triton.jit
-def at_largest(R, x):
-    """What x has where a row of R is largest."""
-    return top_column(tl.where(R == top_column(R), x, float("-inf")))
+def connect(R, G, share):
+    """W and F above the diagonal, whole in each lane. Lanes have some rows each, and add up."""
+    K: tl.constexpr = R.shape[4]
+    W, F = tl.zeros((R.shape[0], R.shape[1], K, 1, K), R.dtype), tl.zeros((R.shape[0], R.shape[1], K, 1, K), R.dtype)
+    for k in tl.static_range(R.shape[2]):
+        x, g = own_row(R, k), own_row(G, k)
+        q = tl.permute(x * own_row(share, k), (0, 1, 4, 3, 2)) * x
+        W += q
+        F += q * (tl.permute(g, (0, 1, 4, 3, 2)) - g)
+    i, j = tl.arange(0, K)[None, None, :, None, None], tl.arange(0, K)[None, None, None, None, :]
+    both = tl.where(i < j, W, tl.permute(F, (0, 1, 4, 3, 2)))  # half of each: half as many sums
+    both = tl.sum(both, axis=1, keep_dims=True)
+    return both, transpose(both)
 
 
 @triton.jit
-def connect(
-    W, F, out, dout, R, G, share, least, over, left, p,
+def connect_blocks(
+    out, dout, share, over, left,
     SIZE: tl.constexpr, S: tl.constexpr, N: tl.constexpr, I: tl.constexpr, J: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Adds what goes from column to column by way of row p, which all lanes need: a small matrix has it, else it is read."""
-    if I == N:
-        x = row(R, 0, p)
-        y, g = tl.permute(x, (0, 3, 4, 1, 2)), tl.permute(row(G, 0, p), (0, 3, 4, 1, 2))
+    """W and F, in blocks of a lane, each of which needs all rows."""
+    W, F = tl.zeros((S, N // I, I, N // J, J), share.dtype), tl.zeros((S, N // I, I, N // J, J), share.dtype)
+    for block in range(N // I):
+        for k in tl.static_range(I):
+            p = block * I + k
+            x = read_row(out, left, p, SIZE, S, N, I, J, WIDE, False)
+            y = read_row(out, left, p, SIZE, S, N, I, J, WIDE, True)
+            g = read_row(dout, left, p, SIZE, S, N, I, J, WIDE, True)
+            q = y * row(share, block, k)
+            W += q * x
+            F += (q * (g * over)) * x
+    return W, F - transpose(F)
+
+
+@triton.jit
+def later(x, block, k):
+    """Which columns are of nodes that are taken out after (block, k): the first of all blocks go first, then the second."""
+    j = tl.arange(0, x.shape[4])[None, None, None, None, :]
+    return (j > k) | ((j == k) & (tl.arange(0, x.shape[3])[None, None, None, :, None] > block))
+
+
+@triton.jit
+def eliminate(W, F, block, k):
+    """Takes node (block, k) out."""
+    w, f = tl.where(later(W, block, k), row(W, block, k), 0.0), tl.where(later(W, block, k), row(F, block, k), 0.0)
+    scale = inverse(over_columns(w))
+    if W.shape[1] == 1:
+        ws, fs = transpose(w), -transpose(f)
     else:
-        x = read_row(out, left, p, SIZE, S, N, I, J, WIDE, False)
-        y = read_row(out, left, p, SIZE, S, N, I, J, WIDE, True)
-        g = read_row(dout, left, p, SIZE, S, N, I, J, WIDE, True)
-    q = y * row(share, p // I, p % I)
-    return W + q * x, F + (q * ((g - row(least, p // I, p % I)) * over)) * x
+        rows = transpose(later(W, block, k))
+        ws = tl.where(rows, transpose(row(transpose(W), block, k)), 0.0)
+        fs = tl.where(rows, transpose(row(transpose(F), block, k)), 0.0)
+    ws, fs = ws * scale, fs * scale
+    i, j = tl.arange(0, W.shape[2])[None, None, :, None, None], tl.arange(0, W.shape[4])[None, None, None, None, :]
+    changes = (i >= k) & (j >= k)
+    return tl.where(changes, W + ws * w, W), tl.where(changes, (F + ws * f) + fs * w, F)
 
 
 @triton.jit
-def edges(W, F, block, k: tl.constexpr):
-    """Of node p = (block, k): conductances to later nodes, their sources, and one over the sum of the former."""
-    _, j = numbers(W)
-    later = j > block * W.shape[2] + k
-    w, f = tl.where(later, row(W, block, k), 0.0), tl.where(later, row(F, block, k), 0.0)
-    return w, f, inverse(over_columns(w))
-
-
-@triton.jit
-def eliminate(W, F, block, k: tl.constexpr):
-    """Takes node p = (block, k) out."""
-    I: tl.constexpr = W.shape[2]
-    J: tl.constexpr = W.shape[4]
-    i, _ = numbers(W)
-    w, f, scale = edges(W, F, block, k)
-    if I == J:
-        ws, fs = column(W, block, k), column(F, block, k)
-    else:
-        ws, fs = column(W, (block * I + k) // J, (block * I + k) % J), column(F, (block * I + k) // J, (block * I + k) % J)
-    later = i > block * I + k
-    ws, fs = tl.where(later, ws * scale, 0.0), tl.where(later, fs * scale, 0.0)
-    return W + ws * w, F + (ws * f + fs * w)
-
-
-@triton.jit
-def substitute(W, F, v, block, k: tl.constexpr):
-    """v with the potential of node p = (block, k), from those of later ones."""
-    _, j = numbers(W)
-    w, f, scale = edges(W, F, block, k)
-    return tl.where(j == block * W.shape[2] + k, over_columns(w * v + f) * scale, v)
+def substitute(W, F, v, block, k):
+    """v with the potential of node (block, k), from those of later ones."""
+    w, f = tl.where(later(W, block, k), own_row(W, k), 0.0), tl.where(later(W, block, k), own_row(F, k), 0.0)
+    potential = row(over_columns(w * v + f) * inverse(over_columns(w)), block, 0)
+    j, block_of = tl.arange(0, v.shape[4])[None, None, None, None, :], tl.arange(0, v.shape[3])[None, None, None, :, None]
+    return tl.where((j == k) & (block_of == block), potential, v)
 
 
 @triton.jit
@@ -113,41 +122,31 @@ def solve(
     Without u, the equations of v are those of a network of resistors between the columns: conductances
     W_jk = sum_i R_ij R_ik / r_i, and on each a source that drives F_jk = sum_i R_ij R_ik / r_i (G_ij - G_ik) through it.
     A node p is taken out by joining its neighbours (star to mesh), which only ever adds conductances; its potential is
-    then a weighted mean. A number added to a row of G changes nothing, so that at the largest entry of R is made 0 first.
-    Then nothing that cancels is larger than what it leaves, and no conditioning makes it blow up.
+    then a weighted mean. A number added to a row of h = G - v changes nothing, so that at the largest entry of R is made 0
+    first. Then nothing that cancels is larger than what it leaves, and no conditioning makes it blow up.
 
     G is taken over the power of two in its maximum: products with small gradients would vanish.
     """
     R = read(out, left, 0.0, SIZE, S, N, I, J, WIDE)
     G = read(dout, left, 0.0, SIZE, S, N, I, J, WIDE)
     largest, over = power(top_column(top_row(tl.abs(G))))
-    share, least = inverse(over_columns(R)), at_largest(R, G)
-    W, F = tl.zeros(R.shape, R.dtype), tl.zeros(R.shape, R.dtype)
+    share = inverse(over_columns(R))
+    if J == N:
+        W, F = connect(R, G * over, share)
+    else:
+        W, F = connect_blocks(out, dout, share, over, left, SIZE, S, N, I, J, WIDE)
     v = tl.zeros((S, 1, 1, N // J, J), R.dtype)
-    if I == N:
-        for p in tl.static_range(SIZE):
-            W, F = connect(W, F, out, dout, R, G, share, least, over, left, p, SIZE, S, N, I, J, WIDE)
-    else:
-        for p in range(SIZE):
-            W, F = connect(W, F, out, dout, R, G, share, least, over, left, p, SIZE, S, N, I, J, WIDE)
-    F -= transpose(F)
-    if N <= 8:
-        for p in tl.static_range(SIZE - 1):
-            W, F = eliminate(W, F, p // I, p % I)
-        for p in tl.static_range(SIZE - 2, -1, -1):
-            v = substitute(W, F, v, p // I, p % I)
-    else:
-        for block in range(N // I):
-            for k in tl.static_range(I):
-                W, F = eliminate(W, F, block, k)
-        for back in range(N // I):
-            for k in tl.static_range(I - 1, -1, -1):
-                v = substitute(W, F, v, N // I - 1 - back, k)
-    if I < N:
+    for k in tl.static_range(J):
+        for block in range(N // J):
+            W, F = eliminate(W, F, block, k)
+    for k in tl.static_range(J - 1, -1, -1):
+        for back in range(N // J):
+            v = substitute(W, F, v, N // J - 1 - back, k)
+    if J < N:
         R = read(out, left, 0.0, SIZE, S, N, I, J, WIDE, AGAIN=True)
         G = read(dout, left, 0.0, SIZE, S, N, I, J, WIDE, AGAIN=True)
-    h = (G - least) * over - v
-    h -= at_largest(R, h)
+    h = G * over - v
+    h -= top_column(tl.where(R == top_column(R), h, float("-inf")))
     return (R * (h - share * over_columns(R * h))) * largest
 
 

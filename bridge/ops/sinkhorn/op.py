@@ -39,6 +39,7 @@ from bridge.tuning import Tunable
 
 LIMITS = {"n": range(1, 65)}
 BLOCK = 8  # rows and columns of a matrix in the registers of one lane, at most
+KEPT = 4  # vectors over rows in registers for later, at most
 CANCELS = 3  # up to here gradients often are small differences of a few numbers, and float64 is what keeps them right
 
 
@@ -93,16 +94,19 @@ def loop(call: Call) -> dict[str, Any]:
     """The constants that describe the loop. The number of iterations is a scalar, and shows in them by its class only."""
     iters, eps, row_col = call.options["iters"], call.options["eps"], call.options["order"] == "row_col"
     # u and v grow by a factor n in an iteration, at the most, or shrink by n + eps. The largest numbers have 127 bits; of small
-    # matrices, the product of two must be one (`reciprocals`). Where eps is carried in them they begin within 20 bits of 1.
-    bits = (60 if call.sizes["n"] <= 4 else 100) - (20 if eps and not row_col else 0)
+    # matrices, the product of two must be one (`reciprocals`), and sums be far from FAINT. Where eps is carried in them they
+    # begin within 20 bits of 1.
+    bits = 41 if call.sizes["n"] <= 4 else 81 if eps and not row_col else 101
     longest = max(int(bits / max(math.log2(call.sizes["n"] + eps), 1)), 1)
     return {"ROW_COL": row_col, "EPS": eps, "ITERATES": iters > 0, "SETTLE": longest if iters > longest else 0}
 
 
-def segments(steps: int, longest: int) -> dict[str, Any]:
-    """As few segments as there can be, of nearly the same length: H, and for the first of all what is left."""
+def segments(steps: int, longest: int, keeps: bool) -> dict[str, Any]:
+    """As few segments as there can be, of nearly the same length: H, and for the first of all what is left. If the loop is no
+    longer than the registers allow, they keep the u at the start of each but the last and the REST."""
     length = cdiv(steps, cdiv(steps, longest)) if steps > 0 else 0
-    return {"H": length, "REST": steps % length if length else 0}
+    kept = steps // length - 1 if length else 0
+    return {"H": length, "REST": steps % length if length else 0, "KEPT": kept if keeps and kept <= KEPT else 0}
 
 
 def size_class(call: Call) -> str:
@@ -125,7 +129,8 @@ def backward(call: Call, needs: tuple[str, ...]) -> Plan:
     layout = Layout.of(call, sinkhorn.tuned(call, "backward"), careful=True)
     iters, outputs, constants = call.options["iters"], {"dlogits": call.outputs["R"]}, loop(call)
     if call.options["gradient"] == "unrolled":
-        constants |= segments(iters - constants["ROW_COL"], layout.segment)
+        keeps = constants["EPS"] == 0 and constants["SETTLE"] == 0
+        constants |= segments(iters - constants["ROW_COL"], layout.segment, keeps)
         launch = layout.launch(backwards.unrolled, ("logits", "dR"), iters, outputs, **constants)
         return Plan((launch,), ("dlogits",))
     launches: tuple[Launch, ...] = ()

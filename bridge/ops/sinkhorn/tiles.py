@@ -83,6 +83,12 @@ def place(count, SIZE: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
+def matrices(left, S: tl.constexpr):
+    """Which matrices are read. Where none are left the last is, again: a load without a mask needs no zeros beforehand."""
+    return tl.minimum(tl.arange(0, S), (tl.minimum(left, S) - 1).to(tl.int32))
+
+
+@triton.jit
 def numbers(x):
     """The numbers of rows and columns of a tile or a vector."""
     i = tl.reshape(tl.arange(0, x.shape[1] * x.shape[2]), (1, x.shape[1], x.shape[2], 1, 1))
@@ -117,18 +123,16 @@ def read(
     """A tile, `other` where there is no element. It is put together from pieces of a lane's rows, elements, or four where rows
     are whole multiples of that: then sums need no other lane's. What is read AGAIN isn't kept in registers till then."""
     W: tl.constexpr = 4 if SIZE % 4 == 0 else 1
-    matrix = tl.arange(0, S)[:, None, None, None]
+    matrix = matrices(left, S)[:, None, None, None]
     row, column = tl.arange(0, N // I)[None, :, None, None] * I, tl.arange(0, N // J)[None, None, :, None] * J
     within = tl.arange(0, W)[None, None, None, :]
     pieces = ()
     for begin in tl.static_range(0, J, W):
         for i in tl.static_range(I):
             if I < N or (i < SIZE and begin < SIZE):
-                at = matrix * (SIZE * SIZE) + (row + i) * SIZE + (column + begin + within)
-                inside = matrix < left
-                if SIZE < N:
-                    inside = inside & (row + i < SIZE) & (column + begin + within < SIZE)
-                piece = tl.load(pointer + at, mask=inside, other=other, cache_modifier=".cg" if AGAIN else "")
+                at = pointer + (matrix * (SIZE * SIZE) + (row + i) * SIZE + (column + begin + within))
+                inside = (row + i < SIZE) & (column + begin + within < SIZE) if SIZE < N else None
+                piece = tl.load(at, mask=inside, other=other if SIZE < N else None, cache_modifier=".cg" if AGAIN else "")
             else:
                 piece = tl.full((S, N // I, N // J, W), other, pointer.dtype.element_ty)
             pieces += (piece,)
@@ -172,14 +176,13 @@ def read_row(
     """Row p of each matrix, in all lanes that need it: a vector over columns, or TURNED, over rows."""
     B: tl.constexpr = I if TURNED else J
     W: tl.constexpr = 4 if SIZE % 4 == 0 and B % 4 == 0 else 1
-    matrix = tl.arange(0, S)[:, None, None, None]
+    matrix = matrices(left, S)[:, None, None, None]
     row, column = tl.arange(0, N // I)[None, :, None, None] * I, tl.arange(0, N // J)[None, None, :, None] * J
     k = (row + column * 0 if TURNED else column + row * 0) + tl.arange(0, W)[None, None, None, :]
     pieces = ()
     for begin in tl.static_range(0, B, W):
-        inside = matrix < left
-        if SIZE < N:
-            inside = inside & (k + begin < SIZE) & (p < SIZE)
-        pieces += (tl.load(pointer + (matrix * (SIZE * SIZE) + p * SIZE + begin + k), mask=inside, other=0.0),)
+        inside = (k + begin < SIZE) & (p + k * 0 < SIZE) if SIZE < N else None
+        at = pointer + (matrix * (SIZE * SIZE) + p * SIZE + begin + k)
+        pieces += (tl.load(at, mask=inside, other=0.0 if SIZE < N else None),)
     x = tl.reshape(tl.permute(tl.reshape(join(pieces), (S, N // I, N // J, W, B // W)), (0, 1, 2, 4, 3)), (S, N // I, N // J, B, 1))
     return widen(tl.permute(x, (0, 1, 3, 2, 4) if TURNED else (0, 1, 4, 2, 3)), WIDE)
