@@ -289,14 +289,14 @@ def reverse(
                         of_decay += decay[r] * from_decay
                         sums_A = sums_A + (sum_A[r] + dt[i] * from_decay,)
                         if NEED_B:
-                            of_B = tiles.term(g, u, APART)
+                            of_B = tiles.term(g, u, APART or CAREFUL)
                             if GB == 0:
                                 sums_B = sums_B + (sum_B[r] + of_B,)
                             else:
                                 each = each + (of_B,)
                     for r in tl.static_range(R):
                         if NEED_C:
-                            of_C = tiles.term(dp, h[i + 1][r], APART)
+                            of_C = tiles.term(dp, h[i + 1][r], APART or CAREFUL)
                             if GC == 0:
                                 sums_C = sums_C + (sum_C[r] + of_C,)
                             else:

@@ -255,8 +255,8 @@ class Passes:
             backwards.reverse, k.chunks,
             "x delta A B C D z delta_bias initial_state states fine after carries cuts poison dy dfinal_state", (*k.cut, k.b),
             {**outputs, "blocks_sums": self.workspace() if over_channels else self.array(1)},
-            ("SOFTPLUS", "GB", "GC", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED"), TILE=self.tile, R=k.reverse_lane, KEPT=kept or 0,
-            SEGMENT=k.segment, HAS_FINE=recomputed, SHARED=k.num_warps > 1,
+            ("SOFTPLUS", "GB", "GC", "HAS_D", "HAS_Z", "HAS_BIAS", "HAS_INITIAL", "PACKED"), TILE=self.tile, R=k.reverse_lane,
+            KEPT=kept or 0, SEGMENT=k.segment, HAS_FINE=recomputed, SHARED=k.num_warps > 1,
             over=over if over_channels else None, **{flag: name in gradients for flag, name in needed.items()},
         )  # fmt: skip
         sums = [self.sum(f"{name}_parts", k.chunks, name, gradients[name]) for name in in_time]
