@@ -165,7 +165,7 @@ def reverse(
     sequence, batch, begin, end, opens, closes = tiles.chunk_of(cuts, index, steps, chunks, span, PACKED)
     # Whether sums over the channels begin between lanes, and not within each.
     SUMS: tl.constexpr = R * ((1 if NEED_B and GB > 0 else 0) + (1 if NEED_C and GC > 0 else 0))
-    APART: tl.constexpr = SUMS > 0 and 32 * BD > SUMS * BD * LANES
+    APART: tl.constexpr = R == 1 or (SUMS > 0 and 32 > SUMS * LANES)
     state, lane = tiles.first_states(BN, R), tl.arange(0, BD)[None, :]
     bias = tiles.load_vector(delta_bias, channel, ours, wide, HAS_BIAS)
     skip = tiles.load_vector(D, channel, ours, wide, HAS_D)
@@ -302,7 +302,7 @@ def reverse(
                             else:
                                 each = each + (of_C,)
                     if len(each) > 0:
-                        of_parts = (sum_each(stack(each)),) + of_parts
+                        of_parts = (tiles.sum_channels(each),) + of_parts
                         if len(of_parts) == 4 or i == 0:
                             entry = tiles.apart(tl.arange(0, len(each)))[None, :, None] + (0 if NEED_B and GB > 0 else R)
                             of = state[:, :, None] + entry % R  # below R of B, from there on of C

@@ -94,22 +94,19 @@ class Layout:
 
     @property
     def lane(self) -> int:
-        """States of a channel that a lane holds. The interpreter, which takes as long for a number as for a tile, has one tile."""
-        return 1 if INTERPRETING else min(self.states, LANE)
-
-    @property
-    def num_warps(self) -> int:
-        return min(max(self.states * self.channels // 256, 1), 32)
+        """States of a channel that a lane holds: one where several warps share a program. The interpreter, which takes as long for
+        a number as for a tile, has one tile."""
+        return 1 if INTERPRETING or self.num_warps > 1 else min(self.states, LANE)
 
     @property
     def reverse_lane(self) -> int:
         """The same of the backward sweep, which has more to keep of each."""
-        return 1 if INTERPRETING else min(self.states, LANE // 2)
+        return min(self.lane, LANE // 2)
 
     @property
-    def lane_warps(self) -> int:
-        """Warps of a kernel whose lanes hold `lane` states: one where it can be, since it needs no barriers."""
-        return max(self.states // self.lane * self.channels // 128, 1)
+    def num_warps(self) -> int:
+        """One, since it needs no barriers, as long as a warp has registers for the states."""
+        return 1 if self.states <= 64 else min(self.states * self.channels // 256, 32)
 
     @property
     def blocks(self) -> int:
@@ -209,7 +206,7 @@ class Passes:
         sizes = dict(CHANNELS=k.d, STATES=k.n, GROUPS=k.groups, BD=k.channels, BN=k.states)
         return Launch(
             kernel, k.groups * k.blocks * count, tuple(map(self.name, inputs.split())), scalars, outputs, {**sizes, **constants, **flags},
-            wide=self.wide, num_warps=k.lane_warps if "R" in flags else k.num_warps, over=over or {},
+            wide=self.wide, num_warps=k.num_warps, over=over or {},
         )  # fmt: skip
 
     def cuts(self) -> list[Launch]:

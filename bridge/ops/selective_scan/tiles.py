@@ -347,6 +347,20 @@ def dot(h, w):
 
 
 @triton.jit
+def sum_channels(values):
+    """[J, m], column k of which is the sum over the channels of values[k] [J, BD]. Where a warp has them all, each of its lanes
+    gets what it stores; several warps, and the interpreter, have a single state in a lane (R = 1) and plain sums."""
+    m: tl.constexpr = len(values)
+    if m <= 2:
+        sums = ()
+        for k in tl.static_range(m):
+            sums = sums + (tl.sum(values[k], axis=1, keep_dims=True),)
+        return tl.reshape(stack(sums), (values[0].shape[0], m))
+    else:
+        return sum_each(stack(values))
+
+
+@triton.jit
 def sum_lanes(values):
     """From J tiles [J, BD] the [J, BD] whose row j is the sum over the rows of values[j]: each lane gets the sum of one."""
     return tl.trans(sum_each(tl.permute(stack(values), (1, 0, 2))))
