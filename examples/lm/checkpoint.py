@@ -18,7 +18,9 @@ Arrays = dict[str, dict[str, np.ndarray]]  # kind -> name -> array
 def save(folder: Path, config: MambaConfig, arrays: Arrays, losses: list[float]) -> None:
     weights, *moments = (arrays[kind] for kind in KINDS)
     save_file(weights, files.write_config(folder, config), metadata=files.METADATA)
-    save_file({f"{kind}/{name}": x for kind, m in zip(KINDS[1:], moments, strict=True) for name, x in m.items()}, folder / "adamw.safetensors")
+    save_file(
+        {f"{kind}/{name}": x for kind, m in zip(KINDS[1:], moments, strict=True) for name, x in m.items()}, folder / "adamw.safetensors"
+    )
     (folder / "losses.json").write_text(json.dumps(losses))
 
 

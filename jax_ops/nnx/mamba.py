@@ -79,7 +79,9 @@ class MambaBlock(nnx.Module):
     def init_cache(self, batch: int) -> MambaCache:
         """The cache before the first step."""
         d, dtype = self.config.d_inner, self.dtype or wide_dtype(self.param_dtype)
-        return MambaCache(jnp.zeros((batch, self.config.d_conv - 1, d), dtype), jnp.zeros((batch, d, self.config.d_state), wide_dtype(dtype)))
+        return MambaCache(
+            jnp.zeros((batch, self.config.d_conv - 1, d), dtype), jnp.zeros((batch, d, self.config.d_state), wide_dtype(dtype))
+        )
 
     def _inputs(self, x: jax.Array, cache: MambaCache) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
         """x, delta, A, B, C, D of the scan; its gate; the last inputs of the convolution."""
