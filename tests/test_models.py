@@ -45,6 +45,7 @@ def drawn(config, seed=0):
 class Torch:
     def __init__(self, config, weights=None, dtype="float32"):
         import torch
+
         from torch_ops.nn import MambaLM
 
         self.torch, self.device = torch, "cuda" if torch.cuda.is_available() else "cpu"
@@ -74,6 +75,7 @@ class Jax:
     def __init__(self, config, weights=None, dtype="float32"):
         import jax
         from flax import nnx
+
         from jax_ops.nnx import MambaLM
 
         self.jax, self.nnx = jax, nnx
@@ -101,6 +103,7 @@ class Jax:
 
     def gradients(self, tokens):
         import optax
+
         from jax_ops.nnx import state_dict
 
         graph, params = self.nnx.split(self.model)
@@ -157,13 +160,10 @@ def test_same_as_transformers(changed, tmp_path):
             :, TOKENS.shape[1] :
         ].numpy()
     for name, kind in MODELS.items():
-        model = kind.__new__(kind)
-        kind.__init__(model, MambaConfig.from_transformers(config.to_dict()), ours)
-        read = type(model.model).from_pretrained(tmp_path / "theirs")
+        model = kind(MambaConfig.from_transformers(config.to_dict()), ours)
+        model.model = type(model.model).from_pretrained(tmp_path / "theirs")
         if name == "torch":
-            model.model = read.to(model.device)
-        else:
-            model.model = read
+            model.model.to(model.device)
         close(model("__call__", TOKENS), logits, 2e-6)
         np.testing.assert_array_equal(model("generate", TOKENS, 6), tokens)
         model.model.save_pretrained(tmp_path / name)
@@ -265,9 +265,10 @@ def test_weights_of_one_framework_in_the_other():
 @pytest.mark.skipif("torch" not in NAMES, reason="needs torch")
 def test_mixing_as_in_deepseek():
     import torch
-    from torch_ops.nn import SinkhornMixing
     from transformers.models.deepseek_v4.configuration_deepseek_v4 import DeepseekV4Config
     from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
+
+    from torch_ops.nn import SinkhornMixing
 
     theirs = DeepseekV4HyperConnection(DeepseekV4Config(hidden_size=6, hc_mult=4))
     ours = SinkhornMixing(6, 4, iters=theirs.hc_sinkhorn_iters, eps=theirs.hc_eps, norm_eps=theirs.input_norm.eps)
@@ -316,6 +317,7 @@ def test_sharded_by_the_names_of_axes():
 def test_initialised_later():
     """Made on the device "meta", as large models are, and initialised where they are to be."""
     import torch
+
     from torch_ops.nn import MambaLM
 
     with torch.device("meta"):
@@ -382,7 +384,7 @@ def test_config_that_can_not_be(given, error, message):
 
 @pytest.mark.parametrize("config", [{"model_type": "mamba2"}, {"hidden_act": "gelu"}])
 def test_config_of_another_model(config):
-    with pytest.raises(ValueError, match="must be '(mamba|silu)', got"):
+    with pytest.raises(ValueError, match=r"must be '(mamba|silu)', got"):
         MambaConfig.from_transformers(config)
     assert MambaConfig.from_transformers({}).n_layer == 32  # what `transformers` takes where nothing stands
 

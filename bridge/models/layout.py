@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 def shapes(config: MambaConfig) -> dict[str, Shape]:
     """Name -> shape of every weight, in the order of the layers. A tied head is the embedding, and has no name of its own."""
-    m, d, v = config.d_model, config.d_inner, config.vocab_size
+    m, v = config.d_model, config.vocab_size
     layer = {"norm.weight": (m,), **{f"mixer.{name}": shape for name, shape in _mixer(config).items()}}
     if (s := config.streams) > 1:
         layer |= {"mixing.phi": (s * (s + 2), s * m), "mixing.static": (s * (s + 2),), "mixing.alpha": (3,)}
