@@ -61,4 +61,4 @@ class Trainer:
 
     def arrays(self) -> Arrays:
         moments = {kind: optax.tree_utils.tree_get(self.state, name) for kind, name in (("first", "mu"), ("second", "nu"))}
-        return {kind: jax.tree.map(np.asarray, state_dict(x)) for kind, x in {"weight": self.params, **moments}.items()}
+        return {kind: jax.tree.map(np.array, state_dict(x)) for kind, x in {"weight": self.params, **moments}.items()}

@@ -64,4 +64,4 @@ class Trainer:
         named = dict(self.model.named_parameters())
         moments = {kind: {n: self.optimizer.state[p].get(key, torch.zeros_like(p)) for n, p in named.items()}
                    for kind, key in (("first", "exp_avg"), ("second", "exp_avg_sq"))}  # fmt: skip
-        return {kind: {n: x.detach().cpu().numpy() for n, x in m.items()} for kind, m in {"weight": named, **moments}.items()}
+        return {kind: {n: x.detach().cpu().numpy().copy() for n, x in m.items()} for kind, m in {"weight": named, **moments}.items()}

@@ -30,7 +30,7 @@ def load_state_dict(state: Any, config: MambaConfig, arrays: Mapping[str, Any]) 
 
     def value(path, variable):
         name, turned = layout.name_in_flax(path)
-        x = jnp.asarray(arrays[name], variable.dtype)
+        x = jnp.array(arrays[name], variable.dtype)  # a copy: a tensor's memory, seen through numpy, may change
         return variable.replace(x.T if turned else x)
 
     return nnx.map_state(value, state)
