@@ -99,7 +99,7 @@ class Jax:
     def weights(self):
         from jax_ops.nnx import state_dict
 
-        return {name: np.asarray(x, np.float32) for name, x in state_dict(self.model).items()}
+        return {name: np.array(x, np.float32) for name, x in state_dict(self.model).items()}
 
     def gradients(self, tokens):
         import optax

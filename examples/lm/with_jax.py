@@ -33,7 +33,8 @@ class Trainer:
         self.state = self.optimizer.init(self.params)
         if step and arrays:
             first, second = (load_state_dict(self.params, config, arrays[kind]) for kind in ("first", "second"))
-            self.state = optax.tree_utils.tree_set(self.state, mu=first, nu=second, count=jnp.asarray(step, jnp.int32))
+            restored = optax.tree_utils.tree_set(self.state, mu=first, nu=second, count=jnp.asarray(step, jnp.int32))
+            self.state = jax.tree.map(jnp.copy, restored)  # two counts in one buffer can't be donated
 
     @partial(jax.jit, static_argnums=0)
     def loss(self, params, passages: jax.Array) -> jax.Array:
