@@ -3,10 +3,10 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bridge.options import Choice, Flag, Integer, Real
+from bridge.options import Choice, Flag, Integer, Option, Real
 
 _SIZE, _FLAG, _NUMBER = Integer(1, minimum=1), Flag(), Real(0.0)
-_FIELDS = {
+_FIELDS: dict[str, Option] = {
     "vocab_size": _SIZE, "d_model": _SIZE, "n_layer": _SIZE, "d_state": _SIZE, "d_conv": _SIZE, "expand": _SIZE, "streams": _SIZE,
     "bias": _FLAG, "conv_bias": _FLAG, "tie_embeddings": _FLAG, "residual_in_fp32": _FLAG, "rescale_prenorm_residual": _FLAG,
     "dt_min": _NUMBER, "dt_max": _NUMBER, "dt_scale": _NUMBER, "dt_init_floor": _NUMBER, "norm_eps": _NUMBER, "init_std": _NUMBER,

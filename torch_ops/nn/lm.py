@@ -35,9 +35,15 @@ class MambaLayer(nn.Module):
         return self._around(h, lambda x: self.mixer.decode(x, cache))
 
     def _around(self, h: Tensor, mixer: Callable[[Tensor], tuple[Tensor, Any]]) -> tuple[Tensor, Any]:
-        x, mix = (h, None) if self.mixing is None else self.mixing.read(h)
-        y, cache = mixer(self.norm(x.to(self.norm.weight.dtype)))
-        return h + y if self.mixing is None else self.mixing.write(h, y, mix), cache
+        if self.mixing is None:
+            y, cache = mixer(self._normed(h))
+            return h + y, cache
+        x, mix = self.mixing.read(h)
+        y, cache = mixer(self._normed(x))
+        return self.mixing.write(h, y, mix), cache
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return self.norm(x.to(self.norm.weight.dtype))
 
 
 class Mamba(nn.Module):
@@ -112,7 +118,7 @@ class MambaLM(nn.Module):
 
     def init_cache(self, batch: int) -> Caches:
         """The caches before the first token."""
-        return [layer.mixer.init_cache(batch) for layer in self.backbone.layers]
+        return [block.init_cache(batch) for block in self.modules() if isinstance(block, MambaBlock)]
 
     @torch.no_grad()
     def generate(self, prompt: Tensor, steps: int, *, temperature: float = 0.0, generator: torch.Generator | None = None) -> Tensor:
