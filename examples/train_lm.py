@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # both frameworks may share a GPU
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # on a CPU the loop's operations are small: threads cost PyTorch more than they save
 
 import numpy as np
 from rich.console import Console

@@ -37,6 +37,6 @@ class Settings:
 
 
 SIZES = {
-    "small": Settings(MambaConfig(vocab_size=BYTES, d_model=64, n_layer=2), "float32", 8, 128, steps=300, rate=4e-3, warmup=20),
+    "small": Settings(MambaConfig(vocab_size=BYTES, d_model=64, n_layer=2), "float32", 8, 96, steps=250, rate=4e-3, warmup=20),
     "130m": Settings(MambaConfig(vocab_size=BYTES), "bfloat16", 16, 1024, steps=2000, rate=8e-4, warmup=100),
 }

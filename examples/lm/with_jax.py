@@ -19,8 +19,12 @@ class Trainer:
         self.settings, config = settings, settings.config
         if settings.dtype == "float32":
             jax.config.update("jax_default_matmul_precision", "float32")  # as PyTorch has it; JAX's default on a GPU is TF32
-        make = jax.jit(lambda key: MambaLM(config, dtype=jnp.dtype(settings.dtype), rngs=nnx.Rngs(key)))
-        self.graph, self.params = nnx.split(make(jax.random.key(settings.seed)))
+
+        def make(key):
+            return MambaLM(config, dtype=jnp.dtype(settings.dtype), rngs=nnx.Rngs(key))
+
+        build = partial(nnx.eval_shape, make) if arrays else jax.jit(make)  # nothing is drawn where weights are given
+        self.graph, self.params = nnx.split(build(jax.random.key(settings.seed)))
         rates = jnp.asarray(settings.rates())
         decays = nnx.map_state(lambda path, p: layout.decays(layout.name_in_flax(path)[0], p.shape), self.params)
         b1, b2 = settings.betas
