@@ -88,8 +88,8 @@ def main() -> None:
         trainer = import_module(f"lm.with_{name}").Trainer(chosen, arrays, len(before))
         arrays = arrays or trainer.arrays()  # so that the other one starts from the same weights
         curves[name] = train(trainer, chosen, list(before), given.out / name, given.save_every, console, name)
-        for prompt in PROMPTS if given.samples else ():
-            sample = prompt + trainer.generate(prompt, given.samples, temperature=0.8)
+        for i, prompt in enumerate(PROMPTS if given.samples else ()):
+            sample = prompt + trainer.generate(prompt, given.samples, 0.8, chosen.seed + i)
             console.rule(f"{name}: {prompt.decode()}")
             console.print(sample.decode(errors="replace"), markup=False)
         del trainer

@@ -59,8 +59,8 @@ class Trainer:
     def evaluate(self, passages: np.ndarray) -> float:
         return float(self.loss(self.params, passages))
 
-    def generate(self, prompt: bytes, count: int, temperature: float) -> bytes:
-        model, key = nnx.merge(self.graph, self.params), jax.random.key(self.settings.seed)
+    def generate(self, prompt: bytes, count: int, temperature: float, seed: int) -> bytes:
+        model, key = nnx.merge(self.graph, self.params), jax.random.key(seed)
         tokens = model.generate(jnp.array([list(prompt)]), count, temperature=temperature, key=key)
         return bytes(tokens[0].tolist())
 

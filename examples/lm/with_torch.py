@@ -55,9 +55,9 @@ class Trainer:
     def evaluate(self, passages: np.ndarray) -> float:
         return float(self.loss(passages))
 
-    def generate(self, prompt: bytes, count: int, temperature: float) -> bytes:
+    def generate(self, prompt: bytes, count: int, temperature: float, seed: int) -> bytes:
         tokens = torch.tensor([list(prompt)], device=self.device)
-        generator = torch.Generator(self.device).manual_seed(self.settings.seed)
+        generator = torch.Generator(self.device).manual_seed(seed)
         return bytes(self.model.generate(tokens, count, temperature=temperature, generator=generator)[0].tolist())
 
     def arrays(self) -> Arrays:
