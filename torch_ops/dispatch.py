@@ -32,7 +32,7 @@ def define(op: Op) -> tuple[Pass, Pass]:
         return [Array((0,) * len(a.shape), a.dtype) for a in saved] if backend == "reference" else saved
 
     def forward(*args):
-        inputs, call, backend, device = split(op, args[:-1])
+        inputs, call, backend, device = split(op, args[:-1], op.known_call)
         check_values(op, call, inputs)
         if backend != "reference":
             arrays = dict(zip(call.given, map(prepared, inputs), strict=True))
@@ -48,7 +48,7 @@ def define(op: Op) -> tuple[Pass, Pass]:
 
     def backward(*args):
         needs, saved, cotangents = args[-3:]
-        inputs, call, backend, device = split(op, args[:-3])
+        inputs, call, backend, device = split(op, args[:-3], op.known_call)
         if backend == "reference" or op.backward is None:
             return [g.contiguous() for g in loops.gradients(op, inputs, args[n : n + k], cotangents, needs)]
         arrays = dict(zip(call.given, map(prepared, inputs), strict=True))
@@ -77,11 +77,11 @@ def register(name: str, schema: str, implementation: Callable, fake: Callable) -
     return getattr(torch.ops.kernel_bridge, name).default
 
 
-def split(op: Op, args: Sequence[Any]) -> tuple[Sequence[Any], Call, str, torch.device]:
-    """Inputs, the checked call, the backend and the device from inputs, options and backend."""
+def split(op: Op, args: Sequence[Any], check: Callable[..., Call] | None = None) -> tuple[Sequence[Any], Call, str, torch.device]:
+    """Inputs, the call as `check` has checked it, the backend and the device from inputs, options and backend."""
     n, k = len(op.signature.inputs), len(op.options)
     device = next(x.device for x in args[:n] if x is not None)
-    call = op.call([describe(x) for x in args[:n]], args[n : n + k], card(device))
+    call = (check or op.call)(tuple(map(describe, args[:n])), tuple(args[n : n + k]), card(device))
     return args[:n], call, choose(op.name, args[n + k], device.type == "cuda")[0], device
 
 
