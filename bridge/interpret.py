@@ -5,9 +5,13 @@ bfloat16.
 """
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
+import triton.language as tl
+from triton.runtime import interpreter
 
 from bridge.plan import Launch
 from bridge.signature import Array
@@ -34,9 +38,30 @@ def execute(
         absent: tuple[np.ndarray, str] = (np.zeros(1, STORAGE[launch.wide]), launch.wide)
         pointers = [_Pointer(np.ascontiguousarray(bits), dtype) for bits, dtype in (i or absent for i in inputs)]
         results = [_Pointer(bits, array.dtype) for bits, array in zip(outputs, launch.outputs.values(), strict=True)]
-        with _lock:
+        with _lock, _patched_once():
             launch.kernel[(launch.grid,)](*pointers, *launch.scalars, *results, **launch.constants)
     return outputs
+
+
+@contextmanager
+def _patched_once():
+    """The interpreter puts its own functions into triton.language when a kernel starts, and again whenever one function calls
+    another, which takes most of its time: within a kernel the first time is enough."""
+    original: Callable[..., Any] = interpreter._patch_lang
+    seen: set[int] = set()
+
+    def patch(fn):
+        languages = {id(value) for value in fn.__globals__.values() if value is tl or value is tl.core}
+        if languages <= seen:
+            return None
+        seen.update(languages)
+        return original(fn)
+
+    interpreter._patch_lang = patch
+    try:
+        yield
+    finally:
+        interpreter._patch_lang = original
 
 
 class _Pointer:
