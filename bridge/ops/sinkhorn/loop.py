@@ -15,7 +15,7 @@ from bridge.language import LOG2E
 from bridge.ops.sinkhorn.fast import reciprocal, reciprocals
 from bridge.ops.sinkhorn.tiles import exp, living, numbers, over_columns, power, top_column, top_row, weigh_columns, weigh_rows
 
-FAINT = tl.constexpr(2.0**-62)
+FAINT = tl.constexpr(2.0**-62)  # what sums of small matrices begin with, so that none is 0: see `faint`
 MILD = tl.constexpr(20.0)  # bits by which maxima of rows and columns may lie below 1, if eps is to be carried in u and v
 
 
