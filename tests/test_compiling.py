@@ -5,8 +5,6 @@ import json
 import pytest
 from common import NAMES, OPS, by_name, python
 
-from bridge import ops
-
 # A compiler, not an interpreter, and no GPU.
 COMPILER = {"TRITON_INTERPRET": "", "JAX_PLATFORMS": "cpu", "TRITON_DEFAULT_FP_FUSION": "1"}
 
@@ -40,7 +38,6 @@ def test_triton(op, dtype, targets, cases):
 LOWER = """
 import sys
 import jax, jax.numpy as jnp, jax_triton
-from bridge import ops
 from bridge.case import Case
 from bridge.frontend import load
 from jax_ops import launch
