@@ -17,7 +17,7 @@ def reciprocal(x):
 
 
 @triton.jit
-def power(exponent):
+def exp2(exponent):
     """2^exponent, by the instruction for it; results below the smallest normal number are 0.
 
     Written as assembly it also keeps the layout of its operand: the compiler moves no conversion across it. So the states of a

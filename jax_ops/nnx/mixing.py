@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from bridge.models.mixing import initial_logits
 from jax_ops import sinkhorn
 from jax_ops.nnx.params import axes, wide, wide_dtype
-
-IDENTITY = 5.0  # the initial logits of the diagonal: of each stream 98 % stay, where there are four
 
 
 class Mix(NamedTuple):
@@ -44,9 +43,7 @@ class SinkhornMixing(nnx.Module):
         n, width = streams, streams * d_model
         self.norm = nnx.RMSNorm(width, epsilon=norm_eps, use_scale=False, dtype=wide_dtype(param_dtype), rngs=rngs)
         self.phi = nnx.Param(nnx.initializers.normal(width**-0.5)(rngs.params(), (n * (n + 2), width), param_dtype), **axes(None, "embed"))
-        mean = jax.scipy.special.logit(jnp.clip(jnp.full(n, 1 / n), 1e-4, 1 - 1e-4))
-        static = jnp.concatenate([mean, jnp.zeros(n), IDENTITY * jnp.eye(n).ravel()])
-        self.static = nnx.Param(static.astype(param_dtype), **axes(None))
+        self.static = nnx.Param(jnp.asarray(initial_logits(n), param_dtype), **axes(None))
         self.alpha = nnx.Param(jnp.full(3, alpha, param_dtype), **axes(None))
 
     def __call__(self, streams: jax.Array, layer: Callable[[jax.Array], jax.Array]) -> jax.Array:

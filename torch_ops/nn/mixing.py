@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bridge.models.mixing import initial_logits
 from torch_ops import sinkhorn
-
-IDENTITY = 5.0  # the initial logits of the diagonal: of each stream 98 % stay, where there are four
 
 
 class Mix(NamedTuple):
@@ -49,10 +48,8 @@ class SinkhornMixing(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        n = self.streams
         nn.init.normal_(self.phi, std=self.phi.shape[1] ** -0.5)
-        mean = torch.full((n,), 1 / n).logit(eps=1e-4)
-        self.static.copy_(torch.cat([mean, torch.zeros(n), IDENTITY * torch.eye(n).flatten()]))
+        self.static.copy_(torch.from_numpy(initial_logits(self.streams)))
         nn.init.constant_(self.alpha, self.initial_alpha)
 
     def forward(self, streams: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:

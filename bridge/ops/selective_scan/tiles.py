@@ -19,7 +19,7 @@ long, and `cuts` lists them (`cut_sequences` in forward.py).
 import triton
 import triton.language as tl
 
-from bridge.fast import power
+from bridge.fast import exp2
 from bridge.language import LOG2E, columns, product, rows, shared_rows, sigmoid, softplus, stack, sum_each
 
 CUT = tl.constexpr(5)  # numbers in a row of `cuts`
@@ -109,9 +109,9 @@ def growth(exponent, CAREFUL: tl.constexpr):
     """2^exponent; CAREFUL: at most about the largest number there is: of a state that is zero it makes zero, where infinity made NaN."""
     if CAREFUL:
         largest: tl.constexpr = 1023.9999999999999 if exponent.dtype == tl.float64 else 127.99999
-        return power(tl.minimum(exponent, largest, propagate_nan=tl.PropagateNan.ALL))
+        return exp2(tl.minimum(exponent, largest, propagate_nan=tl.PropagateNan.ALL))
     else:
-        return power(exponent)
+        return exp2(exponent)
 
 
 @triton.jit
