@@ -38,6 +38,7 @@ def test_triton(op, dtype, targets, cases):
 LOWER = """
 import sys
 import jax, jax.numpy as jnp, jax_triton
+from bridge import ops
 from bridge.case import Case
 from bridge.frontend import load
 from jax_ops import launch
