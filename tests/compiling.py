@@ -21,6 +21,7 @@ from bridge.case import Case
 from bridge.op import Op
 from bridge.plan import FP_FUSION
 from bridge.signature import Array
+from examples.causal_conv1d import causal_conv1d
 
 TYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "int32": "i32", "int64": "i64"}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -76,7 +77,8 @@ def fused_pairs(ptx: str) -> int:
 
 def main(targets: list[int], dtypes: list[str], names: list[str], cases: list[str]) -> None:
     seen = set()
-    for op in (ops[name] for name in names or ops):
+    known = {**ops, causal_conv1d.name: causal_conv1d}
+    for op in (known[name] for name in names or ops):
         for case in op.cases:
             for dtype in dtypes if not cases or case.name in cases else ():
                 for plan, arrays in plans(op, case, dtype):
