@@ -2,6 +2,7 @@
 # make test     all tests; where Python 3.12 is found, the JAX half again without torch, under the newest JAX
 # make several  tests that take several devices: meshes and split sequences, on eight that the CPU plays, in several processes
 # make matrix   docs/transforms.md from what the tests of transforms find
+# make docs     the site in build/site, warnings as errors
 # make lint     format, lint and types
 #
 # Each sets up what it needs: an environment in .venv (and .venv-jax) with the versions of constraints.txt.
@@ -14,7 +15,7 @@ COMMA := ,
 GPU := $(wildcard /dev/nvidia0)
 EXTRAS := $(if $(GPU),cuda,torch$(COMMA)jax)
 
-.PHONY: parity test test-main test-jax several several-main several-jax matrix matrix-check lint clean
+.PHONY: parity test test-main test-jax several several-main several-jax matrix matrix-check docs lint clean
 
 parity: .venv/done
 	.venv/bin/python -m bridge parity
@@ -27,7 +28,7 @@ test-main: .venv/done
 # What can differ there: values, gradients, transforms, errors, and the lowering for GPUs. Triton and the kernels don't.
 test-jax: .venv-jax/done
 	.venv-jax/bin/python -m pytest -n $(JOBS) --dist worksteal -k "not test_triton and not float16" \
-		$(foreach f,values gradcheck transforms errors imports compiling readme,tests/test_$f.py)
+		$(foreach f,values gradcheck transforms errors imports compiling docs,tests/test_$f.py)
 
 several: several-main $(if $(GPU),,$(if $(PYTHON312),several-jax))
 
@@ -47,6 +48,9 @@ matrix: .venv/done several-main
 # Behind make test and make several.
 matrix-check:
 	.venv/bin/python tests/matrix.py --check build/tests.json build/several.json
+
+docs: .venv/done
+	.venv/bin/python -m sphinx -q -W --keep-going docs build/site
 
 lint: .venv/done
 	.venv/bin/ruff format --check .

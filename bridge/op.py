@@ -149,8 +149,8 @@ class Op:
         object.__setattr__(self, "settings", {**self.options, **flags})
         object.__setattr__(self, "output_names", tuple(o.name for o in self.signature.outputs))
 
-    def function(self, call: Callable[[tuple, tuple, str | None], Any]) -> Callable[..., Any]:
-        """A Python function with this op's name, arguments and docstring, which hands them on to `call`.
+    def function(self, module: str, call: Callable[[tuple, tuple, str | None], Any]) -> Callable[..., Any]:
+        """A Python function of `module` with this op's name, arguments and docstring, which hands them on to `call`.
 
         Its source is written out, as dataclasses does for __init__: a wrapper with *args would cost every call the
         work of binding them, and torch.compile could not look into it.
@@ -163,7 +163,7 @@ class Op:
         scope: dict[str, Any] = {"call": call}
         exec(source, scope)
         function = scope[self.name]
-        function.__doc__ = self.describe()
+        function.__module__, function.__doc__ = module, self.describe()
         return function
 
     def describe(self) -> str:
@@ -182,9 +182,9 @@ class Op:
         lines += ["", "Raises TypeError for a wrong kind or dtype, ValueError for a wrong shape, size, value or device." + limits]
         return "\n".join(lines) + "\n"
 
-    def loop(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
-        """The reference as a function with this op's arguments and results; `run(op, arrays, options)` runs it."""
-        return self.function(lambda arrays, values, backend: self.returned(run(self, arrays, values[: len(self.options)]), values))
+    def loop(self, module: str, run: Callable[..., Sequence[Any]]) -> Callable[..., Any]:
+        """The reference as a function of `module` with this op's arguments and results; `run(op, arrays, options)` runs it."""
+        return self.function(module, lambda arrays, values, _: self.returned(run(self, arrays, values[: len(self.options)]), values))
 
     def check_options(self, values: Sequence[Any], backend: str | None) -> tuple:
         """The options as plain values. Raises TypeError or ValueError for a bad one, and for an unknown backend."""

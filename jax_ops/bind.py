@@ -106,7 +106,7 @@ def _bind(op: Op) -> Callable[..., Any]:
             raise
         return op.returned(outputs, values)
 
-    return op.function(call)
+    return op.function(__package__, call)
 
 
 def _forward(op: Op):

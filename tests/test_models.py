@@ -437,14 +437,3 @@ def test_twins(example, tmp_path):
         for key, x in back.arrays()[kind].items():
             assert np.linalg.norm(x - named[key]) <= 1e-3 * np.linalg.norm(named[key]), (kind, key)
     assert json.loads((tmp_path / "losses.json").read_text()) == losses
-
-
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "models.md").read_text(), re.DOTALL)
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: "-".join(re.findall(r"from (\w+_ops)", block)))
-def test_examples_of_the_docs(block, monkeypatch, tmp_path):
-    if not {f"{name}_ops" for name in NAMES} >= set(re.findall(r"from (\w+_ops)", block)):
-        pytest.skip("needs the other framework")
-    monkeypatch.chdir(tmp_path)
-    exec(compile(block, "models.md", "exec"), {})

@@ -24,7 +24,7 @@ class _Binding:
     """An op with its two passes, and where its arguments stand: inputs, then options and backend, then the rest."""
 
     def __init__(self, op: Op):
-        self.op, self.function = op, op.function(partial(_call, op.name))
+        self.op, self.function = op, op.function(__package__, partial(_call, op.name))
         self.forward, self.backward = define(op)
         flops.register(op, self.forward, self.backward)
         sharding.announce(op, self.forward, self.backward)

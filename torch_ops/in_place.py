@@ -46,4 +46,4 @@ def bind_in_place(op: Op, updates: Mapping[str, str]) -> Callable[..., Any]:
             raise ValueError(f"{op.name}: has no gradient; call it under torch.no_grad()")
         return passed(*arrays, *values[: len(op.options)], backend)
 
-    return op.function(call)
+    return op.function(__package__, call)

@@ -14,7 +14,7 @@ from torch_ops import loops
 
 def function(op: Op) -> Callable[..., Any]:
     """The reference of an op with the op's own arguments and results."""
-    return op.loop(loops.run)
+    return op.loop(__name__, loops.run)
 
 
 globals().update({name: function(op) for name, op in ops.items()})
