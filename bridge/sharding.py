@@ -7,7 +7,6 @@ finds a part of its gradient: their sum is the gradient.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 from bridge.op import Call, Op
 from bridge.signature import ELLIPSIS, Array, Dims, Given, Shape
@@ -72,7 +71,6 @@ def backward_pass(op: Op, call: Call, needs: Sequence[bool]) -> Pass:
     )
 
 
-@lru_cache(maxsize=1024)
 def rule(op: Op, call: Call) -> Rule:
     """How the arrays of a call can be split."""
     further = op.saved(call)

@@ -60,13 +60,15 @@ def same_bits(frontend: Frontend, one: Mapping[str, Any], other: Mapping[str, An
     return all(np.array_equal(frontend.bits(one[name]), frontend.bits(other[name])) for name in one)
 
 
-def python(*arguments: str, env: Mapping[str, str] | None = None, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+def python(
+    *arguments: str, env: Mapping[str, str] | None = None, folder: Path = ROOT, timeout: float = 600
+) -> subprocess.CompletedProcess[str]:
     """Run this Python in a process of its own. An empty value in `env` takes the variable away."""
     path = os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
     environment = {**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), **(env or {})}
     environment = {name: value for name, value in environment.items() if value}
     return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=timeout, cwd=ROOT, check=False
+        [sys.executable, *arguments], capture_output=True, text=True, env=environment, timeout=timeout, cwd=folder, check=False
     )
 
 

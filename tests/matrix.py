@@ -74,6 +74,9 @@ TRANSFORMS = {
         "time over processes": "`selective_scan_over_time`: steps split over a process group, and gradients",
     },
 }
+GPU, NONE = "GPU", "–"
+# What cells say in which nothing was found.
+OTHERWISE = {"CUDA graph": GPU, "streams": GPU, "another device": GPU, "time over devices": NONE, "time over processes": NONE}
 FRAMEWORKS = {"jax": "JAX", "torch": "PyTorch"}
 
 
@@ -95,14 +98,17 @@ def page(found: dict[tuple[str, str, str], str]) -> str:
     lines = [
         "# Transforms", "",
         "What was tested of each framework's transforms, for each op: against the same transform of the loop that defines the op, or",
-        f"against the op without it. {WORKS} works; empty: not tested, or there is no such thing. This page is made by `make matrix`.",
+        f"against the op without it. {WORKS} works; {GPU}: its tests run where there is one; {NONE}: the op has no time that could be",
+        "split. This page is made by `make matrix`.",
     ]  # fmt: skip
     for framework, title in FRAMEWORKS.items():
         rows = TRANSFORMS[framework]
         tested = {op for f, _, op in found if f == framework}
         columns = [*(op for op in ops if op in tested), *sorted(tested - set(ops))]
         lines += ["", f"## {title}", "", f"| transform | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-        lines += [f"| {name} | {' | '.join(found.get((framework, name, op), '') for op in columns)} |" for name in rows]
+        lines += [
+            f"| {name} | {' | '.join(found.get((framework, name, op), OTHERWISE.get(name, '')) for op in columns)} |" for name in rows
+        ]
         lines += ["", *(f"- **{name}**: {meaning}" for name, meaning in rows.items())]
     return "\n".join(lines) + "\n"
 

@@ -38,7 +38,7 @@ def test_python(page, code, tmp_path):
     missing = {name for name in re.findall(r"\b(torch|jax)_ops\b", code) if name not in NAMES}
     if missing:
         pytest.skip(f"needs {missing}")
-    done = python("-c", f"import os; os.chdir({str(tmp_path)!r})\n{code}\nprint('finished')", env={"TRITON_INTERPRET": ""})
+    done = python("-c", f"{code}\nprint('finished')", env={"TRITON_INTERPRET": ""}, folder=tmp_path)
     assert done.stdout.splitlines()[-1:] == ["finished"], done.stderr
 
 

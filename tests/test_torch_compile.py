@@ -106,26 +106,42 @@ def test_inductor(op, covers):
 
 
 class Module(torch.nn.Module):
-    def __init__(self, names, call):
+    """Calls functions one behind another, each with the arguments that it names."""
+
+    def __init__(self, *calls):
         super().__init__()
-        self.names, self.call = list(names), call
+        self.calls = calls
 
     def forward(self, *values):
-        return self.call(**dict(zip(self.names, values, strict=True)))
+        rest = iter(values)
+        return tuple(made for names, call in self.calls for made in call(**{name: next(rest) for name in names}))
 
 
-def exported(op, backend):
-    values = inputs(op, NUMBERS[0])
-    dims = {dim: torch.export.Dim(dim.replace("...", "leading"), min=2) for dim in CHANGING[op.name][0]}
-    shapes = tuple({axis: dims[dim] for axis, dim in axes.items()} for axes in changing_axes(op, values).values())
-    return torch.export.export(Module(values, function(op, backend)), tuple(values.values()), dynamic_shapes=(shapes,))
+def exported(backend, *ops):
+    """A program of all these ops, for sizes that change."""
+    given = {op: inputs(op, NUMBERS[0]) for op in ops}
+    dims = {dim: torch.export.Dim(dim.replace("...", "leading"), min=2) for op in ops for dim in CHANGING[op.name][0]}
+    axes = [each for op, values in given.items() for each in changing_axes(op, values).values()]
+    shapes = tuple({axis: dims[dim] for axis, dim in each.items()} for each in axes)
+    module = Module(*((tuple(values), function(op, backend)) for op, values in given.items()))
+    return torch.export.export(module, tuple(v for values in given.values() for v in values.values()), dynamic_shapes=(shapes,))
+
+
+def check_package(backend, path, *ops):
+    """AOTInductor's package of these ops, made once, for sizes that change."""
+    package = torch._inductor.aoti_compile_and_package(exported(backend, *ops), package_path=str(path))
+    given = {op: inputs(op, NUMBERS[1]) for op in ops}
+    found = torch._inductor.aoti_load_package(package)(*(v for values in given.values() for v in values.values()))
+    expected = [made for op, values in given.items() for made in function(op, backend)(**values)]
+    for one, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, wanted)
 
 
 @pytest.mark.parametrize("op", EVERY, ids=by_name)
 def test_export(op, covers):
     """One node, for sizes that change, also when it has been saved and loaded and decomposed."""
     covers("torch", "export", op.name)
-    program, file = exported(op, "reference"), io.BytesIO()
+    program, file = exported("reference", op), io.BytesIO()
     ours = [node for node in program.graph.nodes if str(node.target).startswith("kernel_bridge.")]
     assert [str(node.target) for node in ours] == [f"kernel_bridge.{op.name}_forward.default"]
     torch.export.save(program, file)

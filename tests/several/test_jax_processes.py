@@ -10,14 +10,16 @@ import pytest
 from common import ROOT
 
 pytest.importorskip("jax")
+from jax_settings import ALL
 
 
 def test_two_processes(covers):
-    covers("jax", "several processes", "selective_scan")
+    for op in ALL:
+        covers("jax", "several processes", op.name)
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         address = f"localhost:{probe.getsockname()[1]}"
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     environment = {**os.environ, "PYTHONPATH": path, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     command = [sys.executable, str(Path(__file__).with_name("jax_process.py")), address]
     processes = [

@@ -1,7 +1,7 @@
 """A model with every op inside, its data and parameters spread over processes, against the same model in one process."""
 
 import pytest
-from common import KERNELS
+from common import KERNELS, OPS
 from own_op import weighted
 from torch_processes import COUNT, together
 
@@ -32,9 +32,11 @@ class Mixer(nn.Module):
 
     def forward(self, hidden):
         B, C = self.select(hidden).chunk(2, -1)
-        arguments = torch_ops.bind(weighted)(self.into(hidden), self.scale, backend=self.backend), self.step(hidden), self.A, B, C, self.D
+        x, delta = torch_ops.bind(weighted)(self.into(hidden), self.scale, backend=self.backend), self.step(hidden)
+        arguments = x, delta, self.A, B, C, self.D
         y = checkpoint(self.scan, *arguments, use_reentrant=False) if self.recompute else self.scan(*arguments)
-        return self.out(y)
+        state, now = x[:, 0, :, None] * self.A, (x[:, -1], delta[:, -1], self.A, B[:, -1], C[:, -1])
+        return self.out(y + torch_ops.selective_scan_step(state, *now, backend=self.backend)[0][:, None])
 
     def scan(self, x, delta, A, B, C, D):
         return torch_ops.selective_scan(x, delta, A, B, C, D, delta_bias=self.bias, delta_softplus=True, backend=self.backend)
@@ -50,6 +52,7 @@ class Model(nn.Module):
 
     def forward(self, hidden):
         mixing = torch_ops.sinkhorn(self.streams, iters=3, backend=self.backend)
+        mixing = mixing + torch_ops.mhc_bwd(mixing, self.streams, backend=self.backend)
         first, second = hidden, hidden
         for mixer in self.mixers:
             mixed = mixing[0, 0] * first + mixing[0, 1] * second
@@ -59,11 +62,11 @@ class Model(nn.Module):
 
 @pytest.fixture
 def note(covers):
-    """What a test shows for the ops that the model has."""
+    """What a test shows for the ops, all of which the model has."""
 
     def of_all(transform):
-        for op in ("selective_scan", "sinkhorn", weighted.name):
-            covers("torch", transform, op)
+        for op in (*OPS, weighted):
+            covers("torch", transform, op.name)
 
     return of_all
 

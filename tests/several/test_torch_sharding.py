@@ -40,9 +40,10 @@ def drawn(case, dtype="float64"):
 def function(op, case, backend):
     flags = {f"return_{o.name}": True for o in op.signature.outputs if o.optional}
     options = {**case.options, "iters": 3} if "iters" in op.options else case.options
+    bound = torch_ops.bind(op)
 
     def call(values):
-        made = torch_ops.bind(op)(**values, **options, **flags, backend=backend)
+        made = bound(**values, **options, **flags, backend=backend)
         return made if isinstance(made, tuple) else (made,)
 
     return call
@@ -148,12 +149,13 @@ def test_what_can_not_be_split_is_whole(op, case, sizes):
     together(check_whole, op, case, sizes)
 
 
-def check_compiled(rank):
-    op, mesh = BY_NAME["selective_scan"], init_device_mesh("cpu", (2, 2))
-    case = case_of(op, "everything")
+def check_compiled(rank, name):
+    op, mesh = BY_NAME[name], init_device_mesh("cpu", (2, 2))
+    case = case_of(op, "everything" if name == "selective_scan" else op.cases[0].name)
     call, whole = function(op, case, "reference"), drawn(case)
     forms = forms_of(op, case, whole)
-    split_up = {k: distribute_tensor(v, mesh, places(forms[k], SPLITS[0])).requires_grad_() for k, v in whole.items()}
+    split = SPLITS[0] if op.channels else LEADING[0]
+    split_up = {k: distribute_tensor(v, mesh, places(forms[k], split)).requires_grad_() for k, v in whole.items()}
 
     def loss(values):
         return sum(torch.sin(o).sum() for o in call(values)).full_tensor()
@@ -164,9 +166,10 @@ def check_compiled(rank):
         torch.testing.assert_close(one.full_tensor(), other.full_tensor())
 
 
-def test_compiled(covers):
-    covers("torch", "compiled DTensor", "selective_scan")
-    together(check_compiled)
+@pytest.mark.parametrize("name", BY_NAME)
+def test_compiled(name, covers):
+    covers("torch", "compiled DTensor", name)
+    together(check_compiled, name)
 
 
 def check_one_output(rank):
