@@ -150,20 +150,22 @@ def test_what_can_not_be_split_is_whole(op, case, sizes):
 
 
 def check_compiled(rank, name):
+    """Also with a batch of another size."""
     op, mesh = BY_NAME[name], init_device_mesh("cpu", (2, 2))
     case = case_of(op, "everything" if name == "selective_scan" else op.cases[0].name)
-    call, whole = function(op, case, "reference"), drawn(case)
-    forms = forms_of(op, case, whole)
-    split = SPLITS[0] if op.channels else LEADING[0]
-    split_up = {k: distribute_tensor(v, mesh, places(forms[k], split)).requires_grad_() for k, v in whole.items()}
+    call, split = function(op, case, "reference"), SPLITS[0] if op.channels else LEADING[0]
 
     def loss(values):
         return sum(torch.sin(o).sum() for o in call(values)).full_tensor()
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    leaves = list(split_up.values())
-    for one, other in zip(torch.autograd.grad(compiled(split_up), leaves), torch.autograd.grad(loss(split_up), leaves), strict=True):
-        torch.testing.assert_close(one.full_tensor(), other.full_tensor())
+    for batch in ({}, {"b": 8} if "b" in case.sizes else {ELLIPSIS: (8,)}):
+        whole = drawn(resized(case, **batch))
+        forms = forms_of(op, case, whole)
+        leaves = {k: distribute_tensor(v, mesh, places(forms[k], split)).requires_grad_() for k, v in whole.items()}
+        gradients = (torch.autograd.grad(f(leaves), list(leaves.values())) for f in (compiled, loss))
+        for one, other in zip(*gradients, strict=True):
+            torch.testing.assert_close(one.full_tensor(), other.full_tensor())
 
 
 @pytest.mark.parametrize("name", BY_NAME)
