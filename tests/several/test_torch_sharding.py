@@ -151,6 +151,7 @@ def test_what_can_not_be_split_is_whole(op, case, sizes):
 
 def check_compiled(rank, name):
     """Also with a batch of another size."""
+    torch._dynamo.reset()  # of other checks in this process
     op, mesh = BY_NAME[name], init_device_mesh("cpu", (2, 2))
     case = case_of(op, "everything" if name == "selective_scan" else op.cases[0].name)
     call, split = function(op, case, "reference"), SPLITS[0] if op.channels else LEADING[0]
