@@ -23,7 +23,7 @@ parity: .venv/done
 test: test-main $(if $(GPU),,$(if $(PYTHON312),test-jax))
 
 test-main: .venv/done
-	.venv/bin/python -m pytest -n $(JOBS) --dist worksteal --matrix build/tests.json
+	.venv/bin/python -m pytest -n $(JOBS) --dist worksteal --matrix=build/tests.json
 
 # What can differ there: values, gradients, transforms, errors, and the lowering for GPUs. Triton and the kernels don't.
 test-jax: .venv-jax/done
@@ -33,7 +33,7 @@ test-jax: .venv-jax/done
 several: several-main $(if $(GPU),,$(if $(PYTHON312),several-jax))
 
 several-main: .venv/done
-	.venv/bin/python -m pytest -n $(JOBS) --dist worksteal tests/several --matrix build/several.json
+	.venv/bin/python -m pytest -n $(JOBS) --dist worksteal tests/several --matrix=build/several.json
 
 # Meshes are what changes from one JAX to the next.
 several-jax: .venv-jax/done
@@ -42,7 +42,7 @@ several-jax: .venv-jax/done
 
 matrix: .venv/done several-main
 	.venv/bin/python -m pytest -n $(JOBS) --dist worksteal \
-		$(foreach f,transforms torch_modes torch_compile,tests/test_$f.py) --matrix build/tests.json
+		$(foreach f,transforms torch_modes torch_compile,tests/test_$f.py) --matrix=build/tests.json
 	.venv/bin/python tests/matrix.py build/tests.json build/several.json > docs/transforms.md
 
 # Behind make test and make several.

@@ -1,6 +1,6 @@
 """The matrix of transforms, ops and frameworks: docs/transforms.md, made from what tests found.
 
-    pytest ... --matrix FILE                 tests write what they found to FILE
+    pytest ... --matrix=FILE                 tests write what they found to FILE
     python tests/matrix.py FILE...           the page, to standard output
     python tests/matrix.py --check FILE...   exit status 1 where docs/transforms.md says something else
 
