@@ -54,9 +54,26 @@ def main(arguments: list[str] | None = None) -> int:
     speed.add_argument("--tune", action="store_true", help="measure the candidates of block sizes, and write this GPU's table")
     speed.add_argument("--first", action="store_true", help=argparse.SUPPRESS)  # what --compile runs
     commands.add_parser("info", parents=[both], help="versions, devices, and which backend will run", description=info.__doc__)
-    options = parser.parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser.parse_args(arguments, argparse.Namespace(arguments=arguments))
+    ignored = {
+        "--tune": ("json", "case", "sweep", "plot", "compile", "alone"),
+        "--from": ("json", "case", "tune", "sweep", "compile", "alone"),
+    }
+    for flag, given in (("--tune", getattr(options, "tune", False)), ("--from", getattr(options, "sources", None))):
+        for name in ignored[flag] if given else ():
+            if getattr(options, name):
+                parser.error(f"--{name} means nothing with {flag}")
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
-    return {"parity": run_parity, "bench": run_bench, "info": run_info}[options.command](options, console)
+    try:
+        return {"parity": run_parity, "bench": run_bench, "info": run_info}[options.command](options, console)
+    except ImportError as error:  # what is missing, and how to get it
+        return refused(console, error)
+
+
+def refused(console: Console, error: Exception) -> int:
+    console.print(f"[red]{escape(str(error))}[/]")
+    return 2
 
 
 def progress_bar(console: Console) -> Progress:
@@ -64,19 +81,19 @@ def progress_bar(console: Console) -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def no_frontends(console: Console) -> int:
-    console.print("neither torch nor jax is installed: pip install 'kernel-bridge\\[torch]' or 'kernel-bridge\\[jax]'")
-    return 2
+def chosen(options: argparse.Namespace) -> list[Frontend]:
+    """The frontends to be run. Raises ImportError where there is none, or one of them can't work."""
+    names = [options.frontend] if options.frontend else installed()
+    if not names:
+        raise ImportError("neither torch nor jax is installed: pip install 'kernel-bridge[torch]' or 'kernel-bridge[jax]'")
+    return [load(name) for name in names]
 
 
 def run_parity(options: argparse.Namespace, console: Console) -> int:
-    names = [options.frontend] if options.frontend else installed()
-    if not names:
-        return no_frontends(console)
-    frontends = [load(name) for name in names]
+    frontends = chosen(options)
     if not INTERPRETING and "TRITON_INTERPRET" not in os.environ and not any(f.gpu for f in frontends):
         # Kernels can only be interpreted here, and Triton decides on that when it is imported: start over.
-        arguments = [sys.executable, "-m", "bridge", *sys.argv[1:]]
+        arguments = [sys.executable, "-m", "bridge", *options.arguments]
         os.execve(sys.executable, arguments, {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", **os.environ, "TRITON_INTERPRET": "1"})
     jobs = [job for job in parity.jobs(options.dtype) if options.op in (None, job[0].name)]
     findings: list[parity.Finding] = []
@@ -146,16 +163,14 @@ def run_bench(options: argparse.Namespace, console: Console) -> int:
         shown = [bench.Row(**row) for each in found for row in each["rows"]]
         return show_bench(shown, [bench.First(**first) for each in found for first in each["first_calls"]], options, console)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the memory that torch needs too
-    names = [options.frontend] if options.frontend else installed()
-    if not names:
-        return no_frontends(console)
-    frontends = [load(name) for name in names]
+    frontends = chosen(options)
     gpu = any(f.gpu for f in frontends)
     try:
         jobs = bench.jobs(gpu, options.op, options.case, options.dtype, options.sweep or options.plot is not None)
+        for frontend in frontends:
+            bench.choose("bench", None, frontend.gpu)
     except ValueError as error:
-        console.print(f"[red]{escape(str(error))}[/]")
-        return 2
+        return refused(console, error)
     if options.first:
         print(json.dumps(bench.first_calls(jobs[0], frontends[0])))
         return 0
@@ -163,6 +178,7 @@ def run_bench(options: argparse.Namespace, console: Console) -> int:
         return run_tune(options, frontends, console)
     rows: list[bench.Row] = []
     firsts: list[bench.First] = []
+    failed = 0
     measured = bench.Bench(frontends, options.alone)
     with progress_bar(console) as progress:
         task = progress.add_task("", total=len(jobs))
@@ -170,15 +186,25 @@ def run_bench(options: argparse.Namespace, console: Console) -> int:
             progress.update(task, description=f"{job.op.name}, {job.case.name}, {job.dtype}")
             rows += measured.run(job)
             progress.advance(task)
+        write(options, rows, firsts, measured)  # first of all: it has taken a while
         for job in {job.op.name: job for job in reversed(jobs)}.values() if options.compile else ():
             progress.update(task, description=f"{job.op.name}, first calls")
             for frontend in frontends:
-                firsts += bench.compile_times(job, frontend)
-    if options.json:  # first of all: it has taken a while
-        options.json.write_text(json.dumps(bench.as_json(rows, firsts, measured) | {"environment": info.gather()}, indent=1) + "\n")
+                try:
+                    firsts += bench.compile_times(job, frontend)
+                except RuntimeError as error:  # the process that was to make them
+                    console.print(f"[red]{escape(str(error))}[/]")
+                    failed = 1
+    write(options, rows, firsts, measured)
     if not gpu:
         console.print(f"No GPU: small cases on backend '{rows[0].backend}', by the clock on the wall.")
-    return show_bench(rows, firsts, options, console)
+    return max(failed, show_bench(rows, firsts, options, console))
+
+
+def write(options: argparse.Namespace, rows: list[bench.Row], firsts: list[bench.First], measured: bench.Bench) -> None:
+    if options.json:
+        told = bench.as_json(options.arguments, rows, firsts, measured) | {"environment": info.gather()}
+        options.json.write_text(json.dumps(told, indent=1) + "\n")
 
 
 def run_tune(options: argparse.Namespace, frontends: list[Frontend], console: Console) -> int:
@@ -191,12 +217,12 @@ def run_tune(options: argparse.Namespace, frontends: list[Frontend], console: Co
     if not os.access(tuning.FOLDER, os.W_OK):  # before all the measuring
         console.print(f"[red]--tune writes to {tuning.FOLDER}, and may not[/]")
         return 2
-    chosen = [ops[options.op]] if options.op else list(ops.values())
+    tuned = [ops[options.op]] if options.op else list(ops.values())
     with progress_bar(console) as progress:
         task = progress.add_task("")
         told = frontend.versions() | {"triton": info.gather()["triton"]}
         file = tune(
-            frontend, chosen, options.dtype or bench.DTYPES[0],
+            frontend, tuned, options.dtype or bench.DTYPES[0],
             lambda what, total: progress.update(task, description=what, total=total, advance=1), frontend.devices()[0], told,
         )  # fmt: skip
     console.print(f"wrote {file}")
@@ -217,9 +243,8 @@ def show_bench(rows: list[bench.Row], firsts: list[bench.First], options: argpar
     if options.plot:
         try:
             drawn = plot.draw([vars(row) for row in rows], options.plot)
-        except (ImportError, ValueError) as error:
-            console.print(f"[red]{escape(str(error))}[/]")
-            return 2
+        except ValueError as error:
+            return refused(console, error)
         console.print("drew " + ", ".join(map(str, drawn)))
     failed = sum(row.failed for row in rows)
     if failed:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -94,16 +95,21 @@ def jobs(gpu: bool, op: str | None = None, cases: Sequence[str] = (), dtype: str
     if sweep:
         found = [Job(o, c, dtypes[0], name) for o in chosen for name, series in o.sweeps.items() for c in series]
     elif cases:
-        found = [Job(o, c, d) for o in chosen for c in (*o.models, *o.cases) for d in dtypes if c.name in cases]
+        found = [Job(o, c, d) for o in chosen for c in named(o) for d in dtypes if c.name in cases]
     else:
         found = [Job(o, c, d) for o in chosen for c in (o.models if gpu else o.cases[:1]) for d in dtypes]
     missing = set(cases) - {job.case.name for job in found}
     if missing or not found:
-        known = ", ".join(repr(c.name) for o in chosen for c in (*o.models, *o.cases))
+        known = ", ".join(repr(c.name) for o in chosen for c in named(o))
         raise ValueError(
             f"no case named {', '.join(map(repr, missing))}, but {known}" if missing else f"nothing of {op} to run: name a case"
         )
     return found
+
+
+def named(op: Op) -> Iterator[Case]:
+    """All cases that an op has a name for."""
+    return chain(op.models, op.cases, *op.sweeps.values())
 
 
 class Bench:
@@ -116,7 +122,7 @@ class Bench:
         for frontend in frontends:
             if frontend.gpu:
                 self.copy[frontend.name] = 2 * COPIED / frontend.time(frontend.copying(COPIED), seconds).seconds
-        self.compared: dict[tuple[str, str, str, str], float] = {}  # (frontend, baseline, op, dtype) -> relative difference
+        self.compared: dict[tuple, float] = {}  # (frontend, baseline, op, dtype, options) -> relative difference
 
     def run(self, job: Job) -> Iterator[Row]:
         for frontend in self.frontends:
@@ -144,7 +150,6 @@ class Bench:
             yield row
 
     def _theirs(self, job: Job, frontend: Frontend, baseline: Baseline) -> Iterator[Row]:
-        call = call_of(job.op, job.case, thin(job)[1], job.dtype)
         full = full_call(job)
         for which in passes_of(job.op):
             row = self._row(job, frontend, baseline.name, which, full)
@@ -153,7 +158,7 @@ class Bench:
                 if refused:
                     yield replace(row, note=refused)
                     continue
-                difference = self._difference(job, frontend, baseline, call)
+                difference = self._difference(job, frontend, baseline)
                 if not difference <= AGREES[job.dtype]:
                     yield replace(row, note=f"its results differ by {difference:.0e}: not timed")
                     continue
@@ -163,9 +168,9 @@ class Bench:
             except Exception as error:  # of others' code: memory that runs out, kernels that don't compile
                 yield replace(row, note=brief(error))
 
-    def _difference(self, job: Job, frontend: Frontend, baseline: Baseline, call: Call) -> float:
+    def _difference(self, job: Job, frontend: Frontend, baseline: Baseline) -> float:
         """How far the baseline is from the op, outputs and gradients, on inputs of one period: compared once."""
-        key = frontend.name, baseline.name, job.op.name, job.dtype
+        key = frontend.name, baseline.name, job.op.name, job.dtype, tuple(job.case.options.items())
         if key not in self.compared:
             small = replace(job, case=thin(job)[0])
             _, inputs, cotangents = draw(small, frontend)
@@ -311,31 +316,34 @@ def growth(rows: list[Row]) -> dict[str, float]:
             series.setdefault((row.op, row.frontend, row.dtype, row.which), []).append(row)
     for key, some in series.items():
         ordered = sorted(some, key=lambda row: row.size)
-        found[", ".join(key)] = (ordered[-1].seconds or 0) / (ordered[0].seconds or math.inf)
+        if ordered[0].size < ordered[-1].size:
+            found[", ".join(key)] = (ordered[-1].seconds or 0) / (ordered[0].seconds or math.inf)
     return found
 
 
 def commit() -> str:
     """The commit of the checkout that runs, with a + where it was changed; nothing where it is none."""
+    folder = Path(__file__).parent.parent
 
     def git(*arguments: str) -> str:
-        folder = Path(__file__).parent.parent
         try:
             return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True).stdout.strip()
         except (OSError, subprocess.CalledProcessError):
             return ""
 
+    if git("rev-parse", "--show-toplevel") != str(folder.resolve()):  # installed within another repository
+        return ""
     found = git("rev-parse", "--short=12", "HEAD")
     return found + "+" * bool(found and git("status", "--porcelain", "--untracked-files=no"))
 
 
-def as_json(rows: list[Row], firsts: list[First], bench: Bench | None = None) -> dict[str, Any]:
+def as_json(arguments: Sequence[str], rows: list[Row], firsts: list[First], bench: Bench | None = None) -> dict[str, Any]:
     return {
         "rows": [asdict(row) for row in rows],
         "first_calls": [asdict(first) for first in firsts],
         "growth": growth(rows),
         "copy": bench.copy if bench else {},
         "card": asdict(bench.card) if bench and bench.card else None,
-        "command": "python -m bridge " + " ".join(sys.argv[1:]),
+        "command": "python -m bridge " + " ".join(arguments),
         "commit": commit(),
     }

@@ -35,6 +35,13 @@ class Baseline:
     refuse: Callable[[Call], str | None] = lambda call: None
 
 
+def plain_scan(call: Call) -> str | None:
+    """Why a call of selective_scan has more than x, delta, A and a B and C of each step, which is what baselines are adapted to."""
+    more = [name for name in call.dtypes if name not in ("x", "delta", "A", "B", "C")] + [name for name, on in call.settings if on]
+    more += [name for name in "BC" if call.sizes.forms[name] != ("b", "t", "n")]
+    return f"not adapted to {', '.join(more)}" if more else None
+
+
 class Frontend(Protocol):
     name: str
     gpu: bool  # whether arrays lie on a GPU here

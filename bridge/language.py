@@ -4,12 +4,11 @@ import os
 
 import triton
 import triton.language as tl
-from triton import knobs
 
-from bridge.fast import reciprocal
+from bridge.fast import PORTABLE, reciprocal
 
 # Triton decides on its interpreter when a kernel is decorated; what the environment says later changes nothing.
-INTERPRETING = bool(knobs.runtime.interpret)
+INTERPRETING: bool = PORTABLE.value
 
 
 def mend_cache_folder() -> None:

@@ -84,7 +84,7 @@ class Op:
     `backward`, gradients go through the reference.
 
     reference(xp, scan, *inputs, **options) is the loop that defines the op; it returns a tuple of the outputs. `xp` has
-    exp, sum, where, ... as in the array API standard, besides zeros(shape, like), arange(count, like), stop_gradient(x),
+    exp, max, sum, where, ... as in the array API standard, besides zeros(shape, like), arange(count, like), stop_gradient(x),
     put(x, i, rows), which is x with other rows at the indices i, and repeat(count, step, x), which is x after `count` times
     x = step(x). scan(step, carry, xs) runs step(carry, now) -> (carry, out) over the second axis of each of `xs`, and stacks
     the outs along their second axis.

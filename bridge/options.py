@@ -1,8 +1,8 @@
 """The options of an op: keyword arguments that are plain values, fixed when a call is compiled."""
 
-import math
 import numbers
 import operator
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,17 +49,18 @@ class Integer:
 class Real:
     default: float
     minimum: float = 0.0
+    maximum: float = sys.float_info.max
 
     @property
     def allowed(self) -> str:
-        return f", a number from {self.minimum} on"
+        return f", a number from {self.minimum} " + ("on" if self.maximum == sys.float_info.max else f"to {self.maximum}")
 
     def check(self, where: str, value: Any) -> float:
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise TypeError(f"{where} must be a real number, got {value!r}")
         number = float(value)
-        if not self.minimum <= number < math.inf:  # nor for NaN
-            raise ValueError(f"{where} must be finite and at least {self.minimum}, got {value!r}")
+        if not self.minimum <= number <= self.maximum:  # nor for NaN
+            raise ValueError(f"{where} must be{self.allowed.removeprefix(',')}, got {value!r}")
         return number
 
 

@@ -40,5 +40,7 @@ def lines(rows: Sequence[Mapping[str, Any]], op: str, sweep: str) -> dict[tuple[
     found: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for row in rows:
         if (row["op"], row["sweep"]) == (op, sweep) and row["seconds"]:
-            found.setdefault((f"{row['by']} ({row['frontend']})", row["which"]), []).append((row["size"], 1e3 * row["seconds"]))
+            found.setdefault((f"{row['by']} ({row['frontend']}, {row['dtype']})", row["which"]), []).append(
+                (row["size"], 1e3 * row["seconds"])
+            )
     return {key: sorted(points) for key, points in found.items()}

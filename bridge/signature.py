@@ -161,8 +161,13 @@ class Signature:
             else:
                 _match(function, argument.name, fitting[0], shape, sizes, setter, limits)
         for name, forms in unsettled:
-            agreeing = (f for f in forms if all(sizes.get(_letter(d), n) == n for d, n in zip(f, shapes[name], strict=True)))
-            _match(function, name, next(agreeing, forms[0]), shapes[name], sizes, setter, limits)
+            # The first that agrees, and no look at the others: a size that isn't known yet would be held to what it is compared with.
+            fits = (f for f in forms if all(sizes.get(_letter(d), n) == n for d, n in zip(f, shapes[name], strict=True)))
+            agreeing = next(fits, None)
+            if agreeing is None:
+                known = _known([dim for form in forms for dim in form], sizes, setter)
+                raise ValueError(f"{function}: {name} must have shape {spell(forms)} with {known}, got {shapes[name]}")
+            _match(function, name, agreeing, shapes[name], sizes, setter, limits)
         for output in self.outputs:
             sizes.forms[output.name] = _resolve(output.forms[0], letters)
         return sizes
@@ -197,8 +202,11 @@ def _match(function, name: str, dims: Dims, shape: Shape, sizes: Sizes, setter: 
                 raise ValueError(f"{want} with {bounds}, got {got}")
             sizes[letter], setter[letter] = size, name
         elif size != sizes[letter]:
-            known = ", ".join(f"{k} = {sizes[k]} (set by {setter[k]})" for k in dict.fromkeys(map(_letter, dims)) if k in sizes)
-            raise ValueError(f"{want} with {known}, got {got}")
+            raise ValueError(f"{want} with {_known(dims, sizes, setter)}, got {got}")
+
+
+def _known(dims: Iterable[str], sizes: Sizes, setter: Mapping[str, str]) -> str:
+    return ", ".join(f"{k} = {sizes[k]} (set by {setter[k]})" for k in dict.fromkeys(map(_letter, dims)) if k in sizes)
 
 
 def _resolve(dims: Dims, letters: Iterable[str]) -> Dims:

@@ -43,9 +43,11 @@ def rule(
         results = apply(*folded)
         if not merge:
             return list(results), [0] * len(results)
-        unfolded = [
-            xp.reshape(r, (*r.shape[:p], size, r.shape[p] // size, *r.shape[p + 1 :])) for r, p in zip(results, positions, strict=True)
-        ]
+        # The batch of one slice; not from the results, since there may be no slices.
+        count = next(
+            unmapped(a.shape, axis)[p] for a, axis, p in zip(arrays, axes, inside, strict=True) if axis is not None and p is not None
+        )
+        unfolded = [xp.reshape(r, (*r.shape[:p], size, count, *r.shape[p + 1 :])) for r, p in zip(results, positions, strict=True)]
         return unfolded, positions
     slices = [xp.moveaxis(a, axis, 0) for a, axis in zip(arrays, axes, strict=True) if axis is not None]
 

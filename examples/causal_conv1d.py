@@ -9,6 +9,7 @@ docs/own_op.md goes through this file from top to bottom.
 """
 
 import math
+import sys
 
 import triton
 import triton.language as tl
@@ -166,7 +167,9 @@ if __name__ == "__main__":
     from bridge import parity
     from bridge.frontend import installed, load
 
-    frontends = [load(name) for name in installed()]
+    frontends, passed = [load(name) for name in installed()], True
     for case in causal_conv1d.cases:
         for finding in parity.check(causal_conv1d, case, "float32", frontends):
             print("ok" if finding.passed else "WRONG", finding)
+            passed = passed and finding.passed
+    sys.exit(not passed)

@@ -82,7 +82,12 @@ def main() -> None:
     chosen, arrays, before = settings(given), None, []
     if given.resume:
         config, arrays, before = checkpoint.load(given.resume)
+        if given.streams not in (None, config.streams):
+            sys.exit(f"--streams {given.streams}: the model of {given.resume} has {config.streams}")
+        if len(before) >= chosen.steps:
+            sys.exit(f"{given.resume} has been trained for {len(before)} steps of {chosen.steps}: ask for more with --steps")
         chosen = replace(chosen, config=config)
+    given.out.mkdir(parents=True, exist_ok=True)
     curves = {}
     for name in ("torch", "jax") if given.framework == "both" else (given.framework,):
         trainer = import_module(f"lm.with_{name}").Trainer(chosen, arrays, len(before))

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from bridge.frontend import Baseline
+from bridge.frontend import Baseline, plain_scan
 from bridge.op import Call, Op
 from jax_ops.reference import function as reference
 
@@ -13,17 +13,16 @@ STATES = 2**30  # that are kept at a time: 4 GiB an array
 
 def of(op: Op) -> list[Baseline]:
     loop = Baseline("jax.lax.scan", reference(op), refuse=too_long)
-    return [loop, Baseline("jax.lax.associative_scan", associative_scan, refuse=not_plain)] if op.name == "selective_scan" else [loop]
+    return [loop, Baseline("jax.lax.associative_scan", associative_scan, refuse=too_large)] if op.name == "selective_scan" else [loop]
 
 
 def too_long(call: Call) -> str | None:
     return f"more than {STEPS} steps, each several kernels" if call.sizes.get("t", 1) > STEPS else None
 
 
-def not_plain(call: Call) -> str | None:
-    more = [name for name in call.dtypes if name not in ("x", "delta", "A", "B", "C")]
-    if more or any(call.options.values()) or "g" in call.sizes or any(call.array(name).shape[0] != call.sizes["b"] for name in "BC"):
-        return "not adapted to this call"
+def too_large(call: Call) -> str | None:
+    if reason := plain_scan(call):
+        return reason
     states = call.sizes["b"] * call.sizes["t"] * call.sizes["d"] * call.sizes["n"]
     return f"would keep more than {STATES} states at a time" if states > STATES else None
 

@@ -1,6 +1,8 @@
 """The scan under the name and in the layouts of the mamba-ssm package: time last."""
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jax_ops
 
@@ -20,4 +22,4 @@ def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_
 
 
 def _time_second(x):
-    return jnp.moveaxis(x, -1, 1) if getattr(x, "ndim", 0) > 2 else x
+    return jnp.moveaxis(x, -1, 1) if isinstance(x, (jax.Array, np.ndarray)) and x.ndim > 2 else x

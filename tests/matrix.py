@@ -53,7 +53,8 @@ TRANSFORMS = {
         "vmap of vmap": "`vmap(vmap(f))`",
         "vmap of grad": "`vmap(grad(f))`, gradients of each example",
         "grad of vmap": "`grad` through `vmap`",
-        "compile": "`torch.compile(fullgraph=True)`, forward and backward: sizes that change are compiled once for all",
+        "compile": "`torch.compile(fullgraph=True)`, with gradients and without: sizes that change are compiled once for all. Around calls "
+        "within `torch.func` transforms the graph breaks, which `fullgraph` makes an error",
         "Inductor": "`torch.compile` with its default backend",
         "export": "`torch.export` for sizes that change, saved, loaded, decomposed",
         "AOTInductor": "`torch._inductor.aoti_compile_and_package`, for sizes that change",
@@ -106,11 +107,14 @@ def page(found: dict[tuple[str, str, str], str]) -> str:
         tested = {op for f, _, op in found if f == framework}
         columns = [*(op for op in ops if op in tested), *sorted(tested - set(ops))]
         lines += ["", f"## {title}", "", f"| transform | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-        lines += [
-            f"| {name} | {' | '.join(found.get((framework, name, op), OTHERWISE.get(name, '')) for op in columns)} |" for name in rows
-        ]
+        lines += [f"| {name} | {' | '.join(cell(name, found.get((framework, name, op), '')) for op in columns)} |" for name in rows]
         lines += ["", *(f"- **{name}**: {meaning}" for name, meaning in rows.items())]
     return "\n".join(lines) + "\n"
+
+
+def cell(transform: str, outcome: str) -> str:
+    """What needs a GPU is the same page with one and without."""
+    return outcome if outcome and (OTHERWISE.get(transform) != GPU or outcome == "FAILS") else OTHERWISE.get(transform, "")
 
 
 def names(text: str) -> dict[str, list[str]]:

@@ -199,6 +199,7 @@ def test_jobs():
     assert [job.case.name for job in bench.jobs(False)] == [op.cases[0].name for op in OPS]
     assert [(job.sweep, job.case) for job in bench.jobs(True, "sinkhorn", sweep=True)] == [("count", c) for c in SINKHORN.sweeps["count"]]
     assert [job.case.name for job in bench.jobs(False, cases=["text"], op="sinkhorn")] == ["text"]
+    assert [job.case for job in bench.jobs(True, "selective_scan", [SCAN.sweeps["t"][0].name], "float32")] == [SCAN.sweeps["t"][0]]
     with pytest.raises(ValueError, match="nothing of selective_scan_step to run"):
         bench.jobs(True, "selective_scan_step")
     with pytest.raises(ValueError, match="for a GPU"):
@@ -333,6 +334,20 @@ def test_what_can_not_be_run_is_refused(capsys):
         assert "needs a GPU" in capsys.readouterr().out
 
 
+@pytest.mark.skipif(KERNELS != "interpret", reason="needs a process without a GPU")
+def test_a_backend_that_can_not_run_is_refused_before_anything_is_measured(monkeypatch, capsys):
+    monkeypatch.setenv("BRIDGE_BACKEND", "triton")
+    assert cli.main(["bench", "--frontend", NAMES[0]]) == 2
+    assert "needs arrays on a GPU" in capsys.readouterr().out
+
+
+def test_options_that_mean_nothing_together_are_refused(capsys):
+    for arguments in (["--tune", "--json", "file"], ["--from", "file", "--sweep"]):
+        with pytest.raises(SystemExit, match="2"):
+            cli.main(["bench", *arguments])
+        assert "means nothing with" in capsys.readouterr().err
+
+
 def series(sweep="t", by=bench.OURS):
     times = {1024: 1.0, 4096: 1.2, 262144: 1.5}
     return [Row("selective_scan", f"t = {t}", sweep, t, "bfloat16", "forward", "torch", by, "triton", seconds=s) for t, s in times.items()]
@@ -342,6 +357,7 @@ def test_growth_is_of_the_longest_over_the_shortest():
     assert bench.growth([*reversed(series()), *series("b"), *series(by="mamba_ssm")]) == {
         "selective_scan, torch, bfloat16, forward": pytest.approx(1.5)
     }
+    assert not bench.growth(series()[:1])
 
 
 def test_sweeps_hold_the_number_of_elements():
@@ -352,7 +368,7 @@ def test_sweeps_hold_the_number_of_elements():
 def test_lines_of_a_plot():
     rows = [vars(row) for row in (*series()[::-1], replace(series()[0], seconds=None), *series("b"))]
     assert plot.lines(rows, "selective_scan", "t") == {
-        ("kernel-bridge (torch)", "forward"): [(1024, 1000.0), (4096, 1200.0), (262144, 1500.0)]
+        ("kernel-bridge (torch, bfloat16)", "forward"): [(1024, 1000.0), (4096, 1200.0), (262144, 1500.0)]
     }
 
 

@@ -159,6 +159,25 @@ def test_selective_state_update(dtype, has_z, n, d, groups, heads, indexed):
         assert torch.equal(state[rest], before[rest])
 
 
+@pytest.mark.skipif(FRONTENDS[0].name != "torch", reason="states change in place in torch only")
+def test_heads_under_compile():
+    """Of states that lie head after head, and of others."""
+    import torch
+
+    from torch_ops import mamba_ssm
+
+    b, h, d, n = 2, 3, 4, 5
+    x, dt = torch.randn(2, b, h, d, device="cuda" if GPU else "cpu")
+    A, (B, C) = -torch.rand(h, d, n, device=x.device), torch.randn(2, b, 1, n, device=x.device)
+    update = torch.compile(mamba_ssm.selective_state_update, fullgraph=True, backend="aot_eager")
+    for state in (torch.randn(b, h, d, n, device=x.device), torch.randn(b, d, h, n, device=x.device).transpose(1, 2)):
+        other = state.clone()
+        torch.testing.assert_close(update(state, x, dt, A, B, C), mamba_ssm.selective_state_update(other, x, dt, A, B, C))
+        torch.testing.assert_close(state, other)
+    with pytest.raises(TypeError, match=r"state must be a torch\.Tensor"):
+        mamba_ssm.selective_state_update(None, x, dt, A, B, C)
+
+
 @pytest.mark.skipif(FRONTENDS[0].name != "torch", reason="arrays of other frameworks have no strides")
 def test_time_last_without_a_copy():
     """y comes as it was written; inputs that lie time-second are read as they lie."""

@@ -194,6 +194,22 @@ def test_step_by_step_as_at_once(name, config):
     close(begun, whole[:, 0], BOUND)
 
 
+@pytest.mark.skipif("jax" not in NAMES, reason="torch has one dtype, not two")
+@pytest.mark.parametrize(("dtype", "param_dtype"), [("float64", "float32"), ("float32", "float64"), ("bfloat16", "float64")])
+def test_float64_on_one_side_only(dtype, param_dtype):
+    import jax
+    from flax import nnx
+
+    from jax_ops.nnx import MambaLM
+
+    model = MambaLM(CONFIG, dtype=dtype, param_dtype=param_dtype, rngs=nnx.Rngs(0))
+    whole = jax.jit(lambda model, tokens: model(tokens))(model, TOKENS)
+    logits, caches = model.prefill(TOKENS[:, :-1])
+    assert caches[0].state.dtype == "float64"
+    logits, _ = model.decode(TOKENS[:, -1], caches)
+    np.testing.assert_allclose(np.float64(logits), np.float64(whole[:, -1]), rtol=0, atol=0.1 if dtype == "bfloat16" else 1e-4)
+
+
 @each
 def test_generates(name):
     """The tokens that a loop over whole sequences gives; one number more doesn't change those before; drawn ones repeat."""
@@ -212,6 +228,7 @@ def test_generates(name):
     assert (draw[0] == draw[1]).all()
     assert (draw[0] != draw[2]).any()
     assert (draw[0] != made).any()
+    assert model("generate", TOKENS, 0).shape == (2, 0)
 
 
 @both
@@ -240,7 +257,9 @@ def test_16_bits(name):
 
 @each
 def test_initial_weights(name):
-    config = MambaConfig(vocab_size=64, d_model=48, n_layer=4, d_state=5, dt_rank=4, dt_min=0.01, dt_max=0.2, bias=True)
+    config = MambaConfig(
+        vocab_size=64, d_model=48, n_layer=4, d_state=5, dt_rank=4, dt_min=0.01, dt_max=0.2, bias=True, tie_embeddings=False
+    )
     weights = MODELS[name](config).weights()
     assert {n: x.shape for n, x in weights.items()} == layout.shapes(config)
     mixer = {n.removeprefix("backbone.layers.2.mixer."): x for n, x in weights.items()}
@@ -257,6 +276,7 @@ def test_initial_weights(name):
         largest = np.abs(mixer[f"{module}.weight"]).max()
         assert 0.95 * bound < largest <= bound * (1 + 1e-6), module
     assert 0.018 < weights[layout.EMBEDDING].std() < 0.022
+    assert 0.95 * 48**-0.5 < np.abs(weights[layout.HEAD]).max() <= 48**-0.5 * (1 + 1e-6)
 
 
 @both

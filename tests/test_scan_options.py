@@ -153,6 +153,32 @@ def test_gradients_of_a_first_step_that_grows(frontend, backend):
 
 @pytest.mark.parametrize("frontend", FRONTENDS, ids=by_name)
 @pytest.mark.parametrize("backend", [KERNELS, "reference"])
+def test_gates_of_any_size(frontend, backend):
+    """Of z beyond where exp(-z) is a number, too."""
+    rng = np.random.default_rng(2)
+    b, t, d, n = 1, 3, 6, 2
+    values = {"x": rng.standard_normal((b, t, d)), "delta": rng.random((b, t, d)), "A": -rng.random((d, n))}
+    values |= {name: rng.standard_normal((b, t, n)) for name in "BC"}
+    values |= {"z": np.broadcast_to([-1e4, -200.0, -90.0, 0.0, 90.0, 200.0], (b, t, d)).copy()}
+    case = Case("gates", dict(b=b, t=t, d=d, n=n), lambda rng, case: values, {})
+    assert_within(compare(frontend, SCAN, case, "float32", backend), BOUNDS["float32"])
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS, ids=by_name)
+@pytest.mark.parametrize("backend", [KERNELS, "reference"])
+def test_growth_over_a_chunk_beyond_all_numbers(frontend, backend):
+    """A tiny state that grows to an ordinary one: what hundreds of steps multiply it by is no number of float32."""
+    t, d, n = 300, 1, 1
+    zero, one = np.zeros((1, t, d)), np.ones((1, t, d))
+    step = np.full((1, t, d), 0.36)
+    values = {"x": zero, "delta": step, "A": np.ones((d, n)), "B": one, "C": one, "initial_state": np.full((1, d, n), 1e-37)}
+    y = frontend.numpy(frontend.function(SCAN)(**{k: frontend.array(v, "float32") for k, v in values.items()}, backend=backend))
+    expected = np.float64(np.float32(1e-37)) * np.exp(np.float64(np.float32(0.36)) * np.arange(1, t + 1))
+    np.testing.assert_allclose(y[0, :, 0], expected, rtol=1e-3)  # an exponent of 100 has lost some digits
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS, ids=by_name)
+@pytest.mark.parametrize("backend", [KERNELS, "reference"])
 def test_nan_stays_where_it_is(frontend, backend):
     """A NaN reaches what depends on it, and nothing else: its channel, from its step on."""
     case = next(c for c in SCAN.cases if c.name == "base")

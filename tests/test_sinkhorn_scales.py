@@ -174,11 +174,28 @@ def test_implicit_gradient_of_what_is_singular(n):
     (truth,) = exact_implicit(R.astype("float64"), dR.astype("float64"))
     found = run(MHC_BWD, {"out": R, "dout": dR})
     assert (norms(found - truth) <= 1e-6 * norms(R * dR)).all()
-    for factor in (2.0**-40, 2.0**40):
+    for factor in (2.0**-40, 2.0**40, 2.0**124):
         np.testing.assert_array_equal(run(MHC_BWD, {"out": R, "dout": dR * np.float32(factor)}), found * factor)
+    # Of a dR without a single normal number digits are lost, and nothing else.
+    faint = run(MHC_BWD, {"out": R, "dout": dR * np.float32(2.0**-130)})
+    np.testing.assert_allclose(faint.astype("float64") * 2.0**130, truth, atol=1e-5 * np.abs(truth).max(), rtol=0)
     for backend in BACKENDS:
         made = FIRST.function(MHC_BWD)(FIRST.array(R, "float32"), FIRST.array(dR, "float32"), backend=backend)
         assert (norms(FIRST.numpy(made) - truth) <= 1e-6 * norms(R * dR)).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_implicit_gradient_near_a_permutation_in_float64(backend):
+    """It has a limit, which entries of R beside the permutation don't change, however small they are."""
+    rng = np.random.default_rng(0)
+    noise, dR = rng.random((4, 4)), rng.standard_normal((4, 4))
+    np.fill_diagonal(noise, 0)
+
+    def found(e):
+        made = FIRST.function(MHC_BWD)(FIRST.array(np.eye(4) + e * noise, "float64"), FIRST.array(dR, "float64"), backend=backend)
+        return FIRST.numpy(made) / e
+
+    np.testing.assert_allclose(found(1e-150), found(1e-20), rtol=1e-9)
 
 
 def masked(n):

@@ -76,6 +76,42 @@ def test_no_recompilation(op, backend, marked, covers):
     assert counter.frame_count == (1 if marked else 2)
 
 
+@pytest.mark.parametrize("op", EVERY, ids=by_name)
+def test_without_gradients(op, covers):
+    """Where no input wants one, none is recorded, and in inference mode; with and without its arguments' asking for it."""
+    covers("torch", "compile", op.name)
+    call, values = function(op, "reference"), inputs(op, NUMBERS[0])
+    expected = call(**values)
+    for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        for asking in (False, context is not torch.enable_grad):
+            torch._dynamo.reset()
+            with context():
+                found = torch.compile(call, fullgraph=True, backend="aot_eager")(
+                    **{k: v.clone().requires_grad_(asking) if context is not torch.inference_mode else v for k, v in values.items()}
+                )
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other)
+                assert not one.requires_grad
+
+
+def test_function_transforms_break_the_graph():
+    """The compiler knows nothing of the op's rules for them: in one graph that is an error, and else they run outside of it."""
+    call, values = function(weighted, "reference"), inputs(weighted, NUMBERS[0])
+    x, w = values.values()
+
+    def f(*arrays):
+        return call(**dict(zip(values, arrays, strict=True)))[0]
+
+    gradients = torch.func.grad(lambda *arrays: f(*arrays).square().sum(), (0, 1))
+    for transformed, arrays in ((torch.func.vmap(f, (0, None)), (torch.stack([x, 2 * x]), w)), (gradients, (x, w))):
+        expected = transformed(*arrays)
+        torch._dynamo.reset()
+        torch.testing.assert_close(torch.compile(transformed, backend="aot_eager")(*arrays), expected)
+        torch._dynamo.reset()
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"torch\.func transforms of kernel-bridge's ops"):
+            torch.compile(transformed, fullgraph=True, backend="aot_eager")(*arrays)
+
+
 def mark(op, values, number):
     for name, axes in changing_axes(op, values).items():
         for axis in axes:

@@ -269,6 +269,8 @@ def test_derivatives_of_autograd_and_what_is_mapped_twice(op, backend, covers):
         inner = lambda a, b: f(*(values[i] * (a if i == 0 else 1) * (b if i == last else 1) for i in range(last + 1)))  # noqa: E731
         return vmap(vmap(inner, one), other)(scales, scales)
 
+    none = [x.detach()[None][:0] for x in s.leaves]  # an axis of length 0
+    assert [tuple(o.shape) for o in vmap(s.call)(*none)] == [(0, *o.shape) for o in s.call(*s.leaves)]
     for axes in (((0, None), (None, 0)), ((None, 0), (0, None))):
         for one, other in zip(twice(s.call, *axes), twice(s.loop, *axes), strict=True):
             torch.testing.assert_close(one, other)

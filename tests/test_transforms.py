@@ -104,6 +104,9 @@ def test_transforms(frontend, op, backend, covers):
     s.check(lambda f: flat(grad(lambda *v: sines(f(*v)), s.everywhere)(*s.values)))
     s.check(lambda f: flat(jacrev(f, s.everywhere)(*s.values)))
     s.check(lambda f: flat(grad(lambda *v: sines(grad(lambda *w: sines(f(*w)), s.everywhere)(*v)), s.everywhere)(*s.values)))
+    with_batch = next(iter(s.mappings - {(0,) * len(s.values)}))
+    none = [x if axis is None else x[None][:0] for x, axis in zip(s.values, with_batch, strict=True)]
+    assert [tuple(o.shape) for o in mapping(s.op, with_batch)(*none)] == [(0, *o.shape) for o in s.op(*s.values)]
     for axes in s.mappings:
         values = s.mapped(axes)
         s.check(lambda f, axes=axes, values=values: flat(mapping(f, axes)(*values)))

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch._functorch import config
 
-from bridge.frontend import Baseline
+from bridge.frontend import Baseline, plain_scan
 from bridge.op import Call, Op
 from torch_ops.reference import function as reference
 
@@ -35,13 +35,7 @@ def mamba_ssm(op: Op) -> Baseline | None:
     def leave(array: torch.Tensor) -> torch.Tensor:
         return array.movedim(-1, 1) if array.dim() > 2 else array
 
-    return Baseline("mamba_ssm", function, enter, leave, plain)
-
-
-def plain(call: Call) -> str | None:
-    """Why a call has more than x, delta, A, B and C."""
-    more = [name for name in call.dtypes if name not in ("x", "delta", "A", "B", "C")]
-    return f"not adapted to {', '.join(more)}" if more or any(call.options.values()) else None
+    return Baseline("mamba_ssm", function, enter, leave, plain_scan)
 
 
 def flag_gems(op: Op) -> Baseline | None:
@@ -80,7 +74,7 @@ def compiled_step(op: Op) -> Baseline:
         return torch.stack(ys, 1).to(x.dtype)
 
     def refuse(call: Call) -> str | None:
-        return plain(call) or (f"more than {STEPS} steps, each a kernel" if call.sizes["t"] > STEPS else None)
+        return plain_scan(call) or (f"more than {STEPS} steps, each a kernel" if call.sizes["t"] > STEPS else None)
 
     return Baseline("torch.compile of a step", function, refuse=refuse)
 

@@ -62,12 +62,19 @@ def bind(op: Op) -> Callable[..., Any]:
 
 
 def _call(name: str, arrays: tuple, values: tuple, backend: str | None):
-    op = _bound[name].op
+    bound = _bound[name]
+    op = bound.op
     values = op.check_options(values, backend)
     check_kinds(op, arrays)
     sharding.tell()
+    if torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        # It would take no notice of Forward's vmap, nor of its backward, and say nothing: what is around this call runs uncompiled.
+        torch._dynamo.graph_break("torch.compile can't look into torch.func transforms of kernel-bridge's ops")
+    args = (*arrays, *values[: len(op.options)], backend)
     save = (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in arrays)) or _transforming()
-    return op.returned(_forward().apply(name, save, *arrays, *values[: len(op.options)], backend), values)
+    if save or _forward_mode():
+        return op.returned(_forward().apply(name, save, *args), values)
+    return op.returned(bound.forward(*args, False), values)  # also because torch.compile takes no Function of which no gradient is wanted
 
 
 # The functions stand at the top of the module and take the op by name: torch.compile can't look into classes that are
@@ -201,6 +208,8 @@ class DualBackward(Backward):
 
 
 def _each(function, slices):
+    if not slices[0].shape[0]:  # results of the right shapes, none of them
+        return [r.new_empty((0, *r.shape)) for r in function(*(s.new_zeros(s.shape[1:]) for s in slices))]
     made = [function(*current) for current in zip(*(s.unbind(0) for s in slices), strict=True)]
     return [torch.stack(values) for values in zip(*made, strict=True)]
 

@@ -51,12 +51,12 @@ def selective_state_update(state, x, dt, A, B, C, D=None, z=None, dt_bias=None, 
 
 @torch.no_grad()
 def _update(step_, state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, indices):
-    if state.dim() == 3:
+    if not isinstance(state, torch.Tensor) or state.dim() == 3:
         return step_(state, x, dt, A, B, C, D, z, dt_bias, delta_softplus=dt_softplus, state_indices=indices)
     # A head is as good as a run of channels.
     flat = state.flatten(1, 2)
     x, dt, z, D, dt_bias = (v if v is None else v.flatten(-2) for v in (x, dt, z, D, dt_bias))
     y = step_(flat, x, dt, A.flatten(0, 1), B, C, D, z, dt_bias, delta_softplus=dt_softplus, state_indices=indices)
-    if flat.data_ptr() != state.data_ptr():  # flattening had to copy
+    if state.stride(1) != state.shape[2] * state.stride(2):  # flattening had to copy
         state.copy_(flat.unflatten(1, state.shape[1:3]))
     return y.unflatten(1, state.shape[1:3])

@@ -83,7 +83,9 @@ def tune(
     for op, which, size_class, cases in jobs:
         advance(f"{op.name}, {which}, {size_class}", len(jobs))
         found.setdefault(op.name, {}).setdefault(which, {})[size_class] = search(op, which, cases, dtype, frontend)
-    table = {"card": device, "measured": dict(measured), "ops": {**tuning.read(kind), **found}}
     file = tuning.path(kind)
+    before = json.loads(file.read_text()).get("measured", {}) if file.is_file() else {}
+    told = {**before, **{op.name: dict(measured) for op in chosen}}
+    table = {"card": device, "measured": told, "ops": {**tuning.read(kind), **found}}
     file.write_text(json.dumps(table, indent=1) + "\n")
     return str(file)

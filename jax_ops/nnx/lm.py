@@ -13,7 +13,7 @@ from bridge.models import MambaConfig, files
 from jax_ops.nnx.checkpoint import load_state_dict, state_dict
 from jax_ops.nnx.mamba import MambaBlock, MambaCache
 from jax_ops.nnx.mixing import SinkhornMixing
-from jax_ops.nnx.params import axes, wide, wide_dtype
+from jax_ops.nnx.params import axes, narrow, wide, wide_dtype
 
 Caches = list[MambaCache]
 
@@ -103,7 +103,9 @@ class MambaLM(nnx.Module):
         self.lm_head = (
             None
             if config.tie_embeddings
-            else nnx.Linear(config.d_model, config.vocab_size, use_bias=False, kernel_metadata=axes("embed", "vocab"), **new)
+            else nnx.Linear(
+                config.d_model, config.vocab_size, use_bias=False, kernel_init=narrow, kernel_metadata=axes("embed", "vocab"), **new
+            )
         )
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -128,6 +130,8 @@ class MambaLM(nnx.Module):
         b steps. It is one compiled function, and compiles again for other shapes, and other numbers of steps."""
         if temperature and key is None:
             raise ValueError(f"generate: temperature {temperature} needs key=, a jax.random.key")
+        if steps == 0:
+            return jnp.zeros((prompt.shape[0], 0), prompt.dtype)
         return _generate(self, prompt, jax.random.key(0) if key is None else key, temperature, steps, bool(temperature))
 
     @classmethod

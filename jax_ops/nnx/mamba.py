@@ -10,7 +10,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 
 from bridge.models import MambaConfig
 from jax_ops import selective_scan, selective_scan_step
-from jax_ops.nnx.params import axes, wide, wide_dtype
+from jax_ops.nnx.params import axes, narrow, wide_dtype
 
 
 class MambaCache(NamedTuple):
@@ -26,14 +26,14 @@ class MambaBlock(nnx.Module):
     """Projection, causal depthwise convolution, selective scan, gate, projection: b t m -> b t m.
 
     Calling it takes a whole sequence, `prefill` too and returns what `decode` goes on from, one time step a call. Whatever
-    `dtype` and `param_dtype`, A, D, the bias of the step sizes and the states are computed with in float32 at least.
+    `dtype` and `param_dtype`, A, D, the bias of the step sizes and the states are computed with in float32; where either is
+    float64, the whole scan is.
     """
 
     def __init__(self, config: MambaConfig, *, dtype: Any = None, param_dtype: Any = jnp.float32, rngs: nnx.Rngs):
         self.config, self.dtype, self.param_dtype = config, dtype, param_dtype
         m, d, n, r, k = config.d_model, config.d_inner, config.d_state, config.rank, config.d_conv
         new: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        narrow = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # up to 1 / sqrt(fan in)
         shrunk = nnx.initializers.variance_scaling(1 / (3 * config.n_layer), "fan_in", "uniform")
         self.in_proj = nnx.Linear(
             m, 2 * d, use_bias=config.bias, kernel_init=narrow, kernel_metadata=axes("embed", "inner"), bias_metadata=axes("inner"), **new
@@ -59,32 +59,33 @@ class MambaBlock(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x and the result: b t m."""
-        inputs, gate, _ = self._inputs(x, self.init_cache(x.shape[0]))
-        return self.out_proj(selective_scan(*inputs, z=gate, **self._bias()))
+        steps, weights, _ = self._inputs(x, self.init_cache(x.shape[0]))
+        return self.out_proj(selective_scan(**steps, **weights, delta_softplus=True))
 
     def prefill(self, x: jax.Array, cache: MambaCache | None = None) -> tuple[jax.Array, MambaCache]:
         """The same, going on from `cache` where there is one, and the cache behind the last step."""
         cache = cache or self.init_cache(x.shape[0])
-        inputs, gate, conv = self._inputs(x, cache)
-        y, state = selective_scan(*inputs, z=gate, initial_state=cache.state, return_final_state=True, **self._bias())
+        steps, weights, conv = self._inputs(x, cache)
+        state = cache.state.astype(weights["A"].dtype)
+        y, state = selective_scan(**steps, **weights, initial_state=state, delta_softplus=True, return_final_state=True)
         return self.out_proj(y), MambaCache(conv, state)
 
     def decode(self, x: jax.Array, cache: MambaCache) -> tuple[jax.Array, MambaCache]:
         """One time step. x and the result: b m."""
-        (u, delta, A, B, C, D), gate, conv = self._inputs(x[:, None], cache)
-        u, delta, B, C, gate = (v[:, 0] for v in (u, delta, B, C, gate))
-        y, state = selective_scan_step(cache.state, u, delta, A, B, C, D, gate, **self._bias())
+        steps, weights, conv = self._inputs(x[:, None], cache)
+        state, now = cache.state.astype(weights["A"].dtype), {name: v[:, 0] for name, v in steps.items()}
+        y, state = selective_scan_step(state, **now, **weights, delta_softplus=True)
         return self.out_proj(y), MambaCache(conv, state)
 
     def init_cache(self, batch: int) -> MambaCache:
         """The cache before the first step."""
         d, dtype = self.config.d_inner, self.dtype or wide_dtype(self.param_dtype)
         return MambaCache(
-            jnp.zeros((batch, self.config.d_conv - 1, d), dtype), jnp.zeros((batch, d, self.config.d_state), wide_dtype(dtype))
+            jnp.zeros((batch, self.config.d_conv - 1, d), dtype), jnp.zeros((batch, d, self.config.d_state), self._exact(dtype))
         )
 
-    def _inputs(self, x: jax.Array, cache: MambaCache) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array]:
-        """x, delta, A, B, C, D of the scan; its gate; the last inputs of the convolution."""
+    def _inputs(self, x: jax.Array, cache: MambaCache) -> tuple[dict[str, jax.Array], dict[str, jax.Array], jax.Array]:
+        """What the scan takes, with time and without; the last inputs of the convolution."""
         u, gate = jnp.split(self.in_proj(x), 2, -1)
         padded = jnp.concatenate([cache.conv.astype(u.dtype), u], 1)
         u = nnx.silu(self.conv1d(padded))
@@ -92,11 +93,16 @@ class MambaBlock(nnx.Module):
         delta, B, C = jnp.split(self.x_proj(u), [r, r + n], -1)
         # The bias of dt_proj is added in the scan, in float32.
         delta = jnp.matmul(*promote_dtype((delta, self.dt_proj.kernel[...]), dtype=self.dtype))
-        return (u, delta, -jnp.exp(wide(self.A_log[...])), B, C, wide(self.D[...])), gate, padded[:, x.shape[1] :]
-
-    def _bias(self) -> dict[str, Any]:
+        steps, exact = {"x": u, "delta": delta, "B": B, "C": C, "z": gate}, self._exact(u.dtype)
+        if exact == jnp.float64:  # which doesn't mix with others
+            steps = {name: v.astype(exact) for name, v in steps.items()}
         assert self.dt_proj.bias is not None
-        return {"delta_bias": wide(self.dt_proj.bias[...]), "delta_softplus": True}
+        A_log, D, bias = (v[...].astype(exact) for v in (self.A_log, self.D, self.dt_proj.bias))
+        return steps, {"A": -jnp.exp(A_log), "D": D, "delta_bias": bias}, padded[:, x.shape[1] :]
+
+    def _exact(self, dtype: Any) -> Any:
+        """What A, D, the bias and the states have where activations have this dtype."""
+        return jnp.promote_types(wide_dtype(dtype), wide_dtype(self.param_dtype))
 
 
 def _uniform(largest: float) -> nnx.Initializer:

@@ -11,6 +11,8 @@ from bridge.models.mixing import initial_logits
 from jax_ops import sinkhorn
 from jax_ops.nnx.params import axes, wide, wide_dtype
 
+EXACT = jax.lax.Precision.HIGHEST  # float32, and not the TensorFloat32 that a GPU takes for it by default
+
 
 class Mix(NamedTuple):
     """How a layer's output and the residual streams are put together."""
@@ -27,10 +29,10 @@ class SinkhornMixing(nnx.Module):
         x = sum of pre[i] streams[i]
         new[j] = post[j] layer(x) + sum over i of R[i, j] streams[i]
 
-    pre = sigmoid, post = 2 sigmoid and R = sinkhorn of logits that have a static part, and a dynamic one that is linear in the
-    normalised streams: logits = alpha * (phi @ rms_norm(all streams)) + static, in float32. Order, eps and direction are
-    those of DeepSeek's models (docs/sinkhorn.md). At first the layer reads the mean of the streams, each stream gets its
-    whole output, and R is near the identity.
+    pre = sigmoid + eps, post = 2 sigmoid and R = sinkhorn of logits that have a static part, and a dynamic one that is linear in
+    the normalised streams: logits = alpha * (phi @ rms_norm(all streams)) + static, in float32. Order, eps and direction are
+    those of DeepSeek's models (docs/sinkhorn.md). At first the layer reads nearly the mean of the streams, each stream
+    gets nearly its whole output, and R is near the identity.
 
     Parameters, in the order pre, post, R: phi n(n+2) x nm, static n(n+2), alpha 3.
     """
@@ -55,7 +57,7 @@ class SinkhornMixing(nnx.Module):
         """The layer's input, ... m, and what `write` needs."""
         n, lead = self.streams, streams.shape[:-2]
         flat = wide(streams).reshape(*lead, n * self.d_model)
-        dynamic = self.norm(flat) @ wide(self.phi[...]).T
+        dynamic = jnp.matmul(self.norm(flat), wide(self.phi[...]).T, precision=EXACT)
         cuts = [n, 2 * n]
         pre, post, mixed = (
             alpha * x + static
@@ -65,10 +67,10 @@ class SinkhornMixing(nnx.Module):
         )
         pre = nnx.sigmoid(pre) + self.eps
         residual = sinkhorn(mixed.reshape(*lead, n, n), iters=self.iters, eps=self.eps, order="row_col")
-        x = jnp.einsum("...n,...nm->...m", pre, wide(streams))
+        x = jnp.einsum("...n,...nm->...m", pre, wide(streams), precision=EXACT)
         return x.astype(streams.dtype), Mix(2 * nnx.sigmoid(post), residual)
 
     def write(self, streams: jax.Array, y: jax.Array, mix: Mix) -> jax.Array:
         """streams and the result: ... n m. y, the layer's output: ... m."""
-        mixed = jnp.einsum("...ij,...im->...jm", mix.residual, wide(streams)) + mix.post[..., None] * wide(y)[..., None, :]
-        return mixed.astype(streams.dtype)
+        mixed = jnp.einsum("...ij,...im->...jm", mix.residual, wide(streams), precision=EXACT)
+        return (mixed + mix.post[..., None] * wide(y)[..., None, :]).astype(streams.dtype)

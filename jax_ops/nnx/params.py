@@ -4,11 +4,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 
 def axes(*names: str | None) -> dict[str, Any]:
     """A parameter's metadata: names that nnx.logical_axis_rules can map to a mesh. Nothing is sharded before somebody asks."""
     return {"out_sharding": names, "eager_sharding": False}
+
+
+# Up to 1 / sqrt(fan in), as PyTorch's linear layers begin.
+narrow = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
 def wide(x: jax.Array) -> jax.Array:

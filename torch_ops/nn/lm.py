@@ -148,7 +148,7 @@ class MambaLM(nn.Module):
             model = cls(config)
         read: dict[str, Tensor] = {}
         for path in files.weight_files(folder):
-            read |= load_file(path, device=str(device or "cpu"))
+            read |= load_file(path, device="cpu" if device is None else str(torch.device(device)))
         model.load_state_dict({name: x.to(dtype or x.dtype) for name, x in layout.checked(config, read).items()}, assign=True)
         return model
 

@@ -26,10 +26,10 @@ class SinkhornMixing(nn.Module):
         x = sum of pre[i] streams[i]
         new[j] = post[j] layer(x) + sum over i of R[i, j] streams[i]
 
-    pre = sigmoid, post = 2 sigmoid and R = sinkhorn of logits that have a static part, and a dynamic one that is linear in the
-    normalised streams: logits = alpha * (phi @ rms_norm(all streams)) + static, in float32. Order, eps and direction are
-    those of DeepSeek's models (docs/sinkhorn.md). At first the layer reads the mean of the streams, each stream gets its
-    whole output, and R is near the identity.
+    pre = sigmoid + eps, post = 2 sigmoid and R = sinkhorn of logits that have a static part, and a dynamic one that is linear in
+    the normalised streams: logits = alpha * (phi @ rms_norm(all streams)) + static, in float32. Order, eps and direction are
+    those of DeepSeek's models (docs/sinkhorn.md). At first the layer reads nearly the mean of the streams, each stream
+    gets nearly its whole output, and R is near the identity.
 
     Parameters, in the order pre, post, R: phi n(n+2) x nm, static n(n+2), alpha 3.
     """

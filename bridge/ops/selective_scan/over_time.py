@@ -7,7 +7,12 @@ channel are all that devices tell each other. Each then scans its part again, fr
 differentiable, and so is the exchange; a frontend adds only that.
 """
 
+from dataclasses import replace
+
+from bridge.ops.selective_scan.op import selective_scan
 from bridge.ops.selective_scan.reference import decay, step_sizes
+
+OVER_TIME = replace(selective_scan, name="selective_scan_over_time")  # whose checks speak of it by this name
 
 
 def elapsed(xp, delta, delta_bias=None, *, delta_softplus=False):
@@ -20,5 +25,6 @@ def before(xp, A, initial_state, ends, times):
     and `elapsed`, b d."""
     states = [initial_state]
     for end, time in zip(ends, times, strict=True):
-        states.append(decay(xp, time, A) * states[-1] + end)
+        half = decay(xp, time / 2, A)  # twice: what many steps do to a small state can be more than any number says
+        states.append(half * (half * states[-1]) + end)
     return states

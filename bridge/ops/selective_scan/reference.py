@@ -58,7 +58,7 @@ def finish(xp, x, y, D, z):
     if D is not None:
         y = y + D * x
     if z is not None:
-        y = y * z / (1 + xp.exp(-z))
+        y = y * z * xp.exp(-xp.logaddexp(-z, xp.zeros_like(z)))  # not 1 + exp(-z), whose gradient is NaN where it overflows
     return y
 
 

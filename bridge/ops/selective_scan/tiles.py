@@ -316,8 +316,11 @@ def string(h, decay, elapsed, ends, index, channel, there, CHANNELS: tl.constexp
     """The state behind a chunk from that before it: `elapsed` (chunks d) and `ends` (chunks n d) are what a chunk does to it. The
     same state where the chunk isn't `there`."""
     dt = tl.load(elapsed + index * CHANNELS + channel, mask=there, other=0.0)[None, :]
-    added = load_states(ends, index, channel, there, CHANNELS, STATES, BN, R)
-    return advance(h, decay, dt, tl.full(dt.shape, 1.0, dt.dtype), added, True)
+    added, made = load_states(ends, index, channel, there, CHANNELS, STATES, BN, R), ()
+    for r in tl.static_range(len(h)):
+        half = growth(0.5 * dt * decay[r], True)  # twice: what many steps do to a small state can be more than any number says
+        made = made + (half * (half * h[r]) + added[r],)
+    return made
 
 
 @triton.jit

@@ -16,13 +16,20 @@ from bridge.ops.sinkhorn.tiles import (
     write,
 )
 
-TINY = tl.constexpr(1e-37)  # below it, one over a number isn't finite in float32
-
 
 @triton.jit
 def inverse(x):
-    """1/x, and 0 where x is next to 0."""
-    return reciprocal(tl.where(x < TINY, float("inf"), x))
+    """1/x, and 0 where x is next to 0: where 1/x might not be finite."""
+    tiny: tl.constexpr = 1e-307 if x.dtype == tl.float64 else 1e-37
+    return reciprocal(tl.where(x < tiny, float("inf"), x))
+
+
+@triton.jit
+def scales(G):
+    """The power of two in the largest number of each matrix, and one over it, both normal numbers whatever G is."""
+    bits: tl.constexpr = 1022 if G.dtype == tl.float64 else 126
+    largest = top_column(top_row(tl.abs(G)))
+    return power(tl.minimum(tl.maximum(largest, 2.0**-bits), 2.0**bits))
 
 
 @triton.jit
@@ -129,7 +136,7 @@ def solve(
     """
     R = read(out, left, 0.0, SIZE, S, N, I, J, WIDE)
     G = read(dout, left, 0.0, SIZE, S, N, I, J, WIDE)
-    largest, over = power(top_column(top_row(tl.abs(G))))
+    largest, over = scales(G)
     share = inverse(over_columns(R))
     if J == N:
         W, F = connect(R, G * over, share)
@@ -153,7 +160,7 @@ def solve(
 @triton.jit
 def descend(R, G, steps):
     """As `solve`, by `steps` steps of conjugate gradients from u = v = 0."""
-    largest, over = power(top_column(top_row(tl.abs(G))))
+    largest, over = scales(G)
     E = R * (G * over)
     r, c = over_columns(R), over_rows(R)
     ru, rv = over_columns(E), over_rows(E)

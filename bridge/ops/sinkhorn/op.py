@@ -5,8 +5,9 @@
                        iters - 1 times: R = R / (row sums + eps), then R = R / (column sums + eps)
 
 Column sums run over dimension -2, row sums over -1. With iters = 0 nothing is divided: R = exp(logits), or the softmax
-plus eps. Finite logits of any size give finite results. Logits of -inf are entries of 0 with a gradient of 0, and 0/0 counts
-as 0. NaN stays in its matrix. docs/sinkhorn.md has other recipes side by side, and what the two gradients differ by.
+plus eps. With at least one iteration finite logits of any size give finite results. Logits of -inf are entries of 0 with a
+gradient of 0, and 0/0 counts as 0. NaN stays in its matrix. docs/sinkhorn.md has other recipes side by side, and what the two
+gradients differ by.
 
 gradient "unrolled" is the derivative of the loop that ran. gradient "implicit" is that of the fixed point that it
 approaches: with G the gradient of R, r and c its row and column sums, it solves
@@ -50,7 +51,7 @@ SIZE_CLASSES = tuple(f"{side} x {side}" for side in (1, 2, 4, 8, 16, 32, 64))
 
 @dataclass(frozen=True)
 class Layout:
-    """How a call is cut into programs. It depends on sizes alone, so that results repeat bit for bit."""
+    """How a call is cut into programs. It depends on sizes and the kind of GPU alone, so that results repeat bit for bit."""
 
     count: int
     n: int
@@ -136,7 +137,7 @@ def backward(call: Call, needs: tuple[str, ...]) -> Plan:
     launches: tuple[Launch, ...] = ()
     R = "R"
     if call.dtypes["logits"] not in ("float32", "float64"):  # a 16-bit R was rounded, and is better made again
-        R = "P"
+        R = "again"
         made = {R: Array(call.outputs["R"].shape, "float64" if layout.double else "float32")}
         launches += (layout.launch(forwards.forward, ("logits",), iters, made, **constants),)
     unmasks = constants["ROW_COL"] and call.options["eps"] > 0
@@ -157,7 +158,7 @@ sinkhorn = Op(
     signature=Signature.parse("logits: ... n n -> R: ... n n like logits"),
     options={
         "iters": Integer(20),
-        "eps": Real(0.0),
+        "eps": Real(0.0, maximum=1e30),
         "order": Choice("col_row", ("col_row", "row_col")),
         "gradient": Choice("unrolled", ("unrolled", "implicit")),
     },

@@ -52,8 +52,8 @@ def implicit(xp, R, dR):
     """
 
     def inverse(x):
-        """1/x, and 0 where x is next to 0."""
-        there = x > 1e-37
+        """1/x, and 0 where x is next to 0: where 1/x might not be finite."""
+        there = x > 8 * xp.finfo(x.dtype).tiny
         return xp.where(there, 1 / xp.where(there, x, xp.ones_like(x)), xp.where(x == x, xp.zeros_like(x), x))
 
     n = R.shape[-1]

@@ -108,7 +108,7 @@ def join(pieces):
 
 
 @triton.jit
-def widen(x, WIDE: tl.constexpr):
+def cast(x, WIDE: tl.constexpr):
     if x.dtype != tl.float64:
         x = x.to(tl.float32)  # from 16 bits to 64 in two steps: the interpreter knows no other way
     return x.to(tl.float64) if WIDE else x
@@ -137,7 +137,7 @@ def read(
                 piece = tl.full((S, N // I, N // J, W), other, pointer.dtype.element_ty)
             pieces += (piece,)
     x = tl.permute(tl.reshape(join(pieces), (S, N // I, N // J, W, J // W, I)), (0, 1, 5, 2, 4, 3))
-    return widen(tl.reshape(x, (S, N // I, I, N // J, J)), WIDE)
+    return cast(tl.reshape(x, (S, N // I, I, N // J, J)), WIDE)
 
 
 @triton.jit
@@ -185,4 +185,4 @@ def read_row(
         at = pointer + (matrix * (SIZE * SIZE) + p * SIZE + begin + k)
         pieces += (tl.load(at, mask=inside, other=0.0 if SIZE < N else None),)
     x = tl.reshape(tl.permute(tl.reshape(join(pieces), (S, N // I, N // J, W, B // W)), (0, 1, 2, 4, 3)), (S, N // I, N // J, B, 1))
-    return widen(tl.permute(x, (0, 1, 3, 2, 4) if TURNED else (0, 1, 4, 2, 3)), WIDE)
+    return cast(tl.permute(x, (0, 1, 3, 2, 4) if TURNED else (0, 1, 4, 2, 3)), WIDE)
