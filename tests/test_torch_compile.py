@@ -103,13 +103,13 @@ def test_function_transforms_break_the_graph():
         return call(**dict(zip(values, arrays, strict=True)))[0]
 
     gradients = torch.func.grad(lambda *arrays: f(*arrays).square().sum(), (0, 1))
-    for transformed, arrays in ((torch.func.vmap(f, (0, None)), (torch.stack([x, 2 * x]), w)), (gradients, (x, w))):
-        expected = transformed(*arrays)
+    for transformed, given in ((torch.func.vmap(f, (0, None)), (torch.stack([x, 2 * x]), w)), (gradients, (x, w))):
+        expected = transformed(*given)
         torch._dynamo.reset()
-        torch.testing.assert_close(torch.compile(transformed, backend="aot_eager")(*arrays), expected)
+        torch.testing.assert_close(torch.compile(transformed, backend="aot_eager")(*given), expected)
         torch._dynamo.reset()
         with pytest.raises(torch._dynamo.exc.Unsupported, match=r"torch\.func transforms of kernel-bridge's ops"):
-            torch.compile(transformed, fullgraph=True, backend="aot_eager")(*arrays)
+            torch.compile(transformed, fullgraph=True, backend="aot_eager")(*given)
 
 
 def mark(op, values, number):

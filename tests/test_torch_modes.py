@@ -167,7 +167,8 @@ class Arithmetic(TorchDispatchMode):
 
 
 def declared(op, s):
-    """The counts of both passes. The loop of sinkhorn works in logarithms, which its definition doesn't."""
+    """The counts of both passes. The loop of sinkhorn works in logarithms, and so does the gate of selective_scan's, which
+    their definitions don't."""
     sizes, options = SMALL[op.name], options_of(op)
     if op.name.startswith("selective_scan"):
         with torch.no_grad(), Arithmetic() as arithmetic:
@@ -175,7 +176,8 @@ def declared(op, s):
             FRONTEND.reference(op)(**values, **options)
         more = {"delta_bias": 1, "D": 4, "z": 11}
         each = 14 * sizes["n"] + 3 + sum(cost for name, cost in more.items() if name in s.names) + 4 * options.get("delta_softplus", False)
-        return arithmetic.count, sizes["b"] * sizes.get("t", 1) * sizes["d"] * each
+        count = sizes["b"] * sizes.get("t", 1) * sizes["d"]
+        return arithmetic.count - 2 * count * ("z" in s.names), count * each
     if op is weighted:
         return 2 * 3 * 3, 3 * 2 * 3 * 3
     (count,), n = sizes["..."], sizes["n"]

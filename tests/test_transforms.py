@@ -38,9 +38,9 @@ class Setting:
 
         self.op, self.loop = call(frontend.function(op), backend=backend), call(frontend.reference(op))
         # What has the batch is mapped, the weights are shared; or all is mapped, or one argument only.
-        with_batch = tuple(0 if with_batch_in(op, i) else None for i in op.signature.inputs if i.name in inputs)
+        self.with_batch = tuple(0 if with_batch_in(op, i) else None for i in op.signature.inputs if i.name in inputs)
         first_only = (0, *(None for _ in self.values[1:]))
-        self.mappings = {with_batch, first_only, (0,) * len(self.values)}
+        self.mappings = {self.with_batch, first_only, (0,) * len(self.values)}
 
     def check(self, transform):
         found, expected = transform(self.op), transform(self.loop)
@@ -104,9 +104,8 @@ def test_transforms(frontend, op, backend, covers):
     s.check(lambda f: flat(grad(lambda *v: sines(f(*v)), s.everywhere)(*s.values)))
     s.check(lambda f: flat(jacrev(f, s.everywhere)(*s.values)))
     s.check(lambda f: flat(grad(lambda *v: sines(grad(lambda *w: sines(f(*w)), s.everywhere)(*v)), s.everywhere)(*s.values)))
-    with_batch = next(iter(s.mappings - {(0,) * len(s.values)}))
-    none = [x if axis is None else x[None][:0] for x, axis in zip(s.values, with_batch, strict=True)]
-    assert [tuple(o.shape) for o in mapping(s.op, with_batch)(*none)] == [(0, *o.shape) for o in s.op(*s.values)]
+    none = [x if axis is None else x[None][:0] for x, axis in zip(s.values, s.with_batch, strict=True)]  # an axis of length 0
+    assert [tuple(o.shape) for o in mapping(s.op, s.with_batch)(*none)] == [(0, *o.shape) for o in s.op(*s.values)]
     for axes in s.mappings:
         values = s.mapped(axes)
         s.check(lambda f, axes=axes, values=values: flat(mapping(f, axes)(*values)))
