@@ -68,7 +68,7 @@ TRANSFORMS = {
         "streams": "passes run on the current stream",
         "another device": "arrays on a GPU that isn't the current one",
         "DTensor": "split batch or channels, on a mesh of one or two axes: no array moves, gradients are split or sums",
-        "compiled DTensor": "`torch.compile(fullgraph=True)` of that, for a batch that changes",
+        "compiled DTensor": "`torch.compile(fullgraph=True)` of that, for a batch that changes and falls into equal parts",
         "tensor parallel": "`parallelize_module` for channels, with `fully_shard` for the data",
         "FSDP2": "`fully_shard`, also with checkpoints and mixed precision",
         "DDP": "`DistributedDataParallel`",
