@@ -5,7 +5,7 @@ import importlib
 import numpy as np
 import pytest
 from allpairspy import AllPairs
-from common import FRONTENDS
+from common import FRONTENDS, by_name
 
 GPU = FRONTENDS[0].gpu
 LENGTHS = [8, 16, 32, 64, 128, 256, 372, 512, 784, 1024, 1134, 2048, 4096]
@@ -157,6 +157,20 @@ def test_selective_state_update(dtype, has_z, n, d, groups, heads, indexed):
         assert not out[1].any()
         rest = [0, 1, 3, 4, 5, 6, 8]
         assert torch.equal(state[rest], before[rest])
+
+
+@pytest.mark.parametrize("frontend", FRONTENDS, ids=by_name)
+def test_errors_speak_of_its_own_names(frontend):
+    scan = importlib.import_module(f"{frontend.name}_ops.mamba_ssm").selective_scan_fn
+    u, delta, A, B = (frontend.array(np.ones(shape), "float32") for shape in ((2, 4, 7), (2, 4, 6), (4, 3), (2, 3, 7)))
+    with pytest.raises(ValueError, match=r"selective_scan_fn: delta must have shape \(b d t\) with .*t = 7 \(set by u\), got \(2, 4, 6\)"):
+        scan(u, delta, A, B, B)
+    with pytest.raises(ValueError, match=r"selective_scan_fn: C must have shape \(b g n t\) with g a divisor of d = 4"):
+        scan(u, u, A, B, frontend.array(np.ones((2, 3, 3, 7)), "float32"))
+    with pytest.raises(TypeError, match=r"selective_scan_fn: u must be a .*, got NoneType"):
+        scan(None, delta, A, B, B)
+    with pytest.raises(TypeError, match="selective_scan_fn: delta_softplus must be True or False, got 1"):
+        scan(u, u, A, B, B, delta_softplus=1)
 
 
 @pytest.mark.skipif(FRONTENDS[0].name != "torch", reason="states change in place in torch only")
