@@ -56,13 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("info", parents=[both], help="versions, devices, and which backend will run", description=info.__doc__)
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(arguments, argparse.Namespace(arguments=arguments))
-    ignored = {
-        "--tune": ("json", "case", "sweep", "plot", "compile", "alone"),
-        "--from": ("json", "case", "tune", "sweep", "compile", "alone"),
-    }
-    for flag, given in (("--tune", getattr(options, "tune", False)), ("--from", getattr(options, "sources", None))):
-        for name in ignored[flag] if given else ():
-            if getattr(options, name):
+    for flag, one, others in (("--tune", "tune", ("plot",)), ("--from", "sources", ("tune",))):
+        for name in (*others, "json", "case", "sweep", "compile", "alone"):
+            if getattr(options, one, None) and getattr(options, name):
                 parser.error(f"--{name} means nothing with {flag}")
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
     try:

@@ -16,7 +16,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from bridge.op import Op
+from bridge.op import Call, Op
 from bridge.signature import Given
 from jax_ops import loops
 from jax_ops.passes import Backward, Forward
@@ -90,11 +90,8 @@ def _bind(op: Op) -> Callable[..., Any]:
     gradients.defvjp(gradients_forward, gradients_backward)
 
     def call(arrays: tuple, values: tuple, backend: str | None):
-        values = op.check_options(values, backend)
-        check_kinds(op, arrays)
-        inputs = [None if x is None else jnp.asarray(x) for x in arrays]
+        inputs, values, checked = check(op, arrays, values, backend)
         options = values[: len(op.options)]
-        checked = op.call(list(map(describe, inputs)), options)
         op.check_values(checked, {n: np.asarray(x) for n, x in zip(checked.given, inputs, strict=True) if n in op.values and _readable(x)})
         try:
             outputs = explicit(op, checked, inputs, lambda *inputs: apply(options, backend, False, *_equally_varying(inputs))[0])
@@ -152,20 +149,20 @@ def _readable(x: jax.Array | None) -> bool:
     return x is not None and not isinstance(x, jax.core.Tracer) and all(device.platform == "cpu" for device in x.devices())
 
 
-def check_kinds(op: Op, arrays: tuple) -> None:
-    """Raises TypeError for an argument that is no array."""
+def check(op: Op, arrays: tuple, values: tuple, backend: str | None = None) -> tuple[list[jax.Array | None], tuple, Call]:
+    """Inputs and settings of a call, and the call that they make. Raises what is wrong with them, in the op's names."""
+    values = op.check_options(values, backend)
     for argument, value in zip(op.signature.inputs, arrays, strict=True):
         if not (isinstance(value, (jax.Array, np.ndarray)) or (value is None and argument.optional)):
             raise TypeError(f"{op.name}: {argument.name} must be a jax.Array, got {type(value).__name__}")
+    inputs = [None if x is None else jnp.asarray(x) for x in arrays]
+    given = [None if x is None else Given(x.shape, x.dtype.name, _device(x)) for x in inputs]
+    return inputs, values, op.call(given, values[: len(op.options)])
 
 
-def describe(x: jax.Array | np.ndarray | None) -> Given | None:
-    return None if x is None else Given(x.shape, x.dtype.name, _device(x))
-
-
-def _device(x: jax.Array | np.ndarray) -> str:
+def _device(x: jax.Array) -> str:
     """Where an array was put. One that is being traced, or that nobody placed, goes where the others are."""
-    if isinstance(x, jax.core.Tracer | np.ndarray) or not x.committed:
+    if isinstance(x, jax.core.Tracer) or not x.committed:
         return ""
     return ", ".join(sorted(f"{device.platform}:{device.id}" for device in x.devices()))
 

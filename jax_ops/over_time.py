@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from bridge import ops
 from bridge.ops.selective_scan.over_time import OVER_TIME, before, elapsed
-from jax_ops.bind import bind, check_kinds, describe
+from jax_ops.bind import bind, check
 from jax_ops.loops import vary, varying_axes, widen, xp
 
 _scan = bind(ops["selective_scan"])
@@ -27,9 +27,7 @@ def selective_scan_over_time(
     Raises what selective_scan raises, and NameError for an `axis_name` that is no mesh axis here.
     """
     index, size = jax.lax.axis_index(axis_name), jax.lax.axis_size(axis_name)
-    arrays = x, delta, A, B, C, D, z, delta_bias, initial_state, None
-    check_kinds(OVER_TIME, arrays)
-    OVER_TIME.call(list(map(describe, arrays)), OVER_TIME.check_options((delta_softplus, return_final_state), backend)[:1])
+    check(OVER_TIME, (x, delta, A, B, C, D, z, delta_bias, initial_state, None), (delta_softplus, return_final_state), backend)
     optional = {"delta_bias": delta_bias, "delta_softplus": delta_softplus, "backend": backend}
     # No output is read but the last state, so C can be anything: what is constant in time is read once.
     _, end = _scan(x, delta, A, B, jnp.zeros_like(A), return_final_state=True, **optional)

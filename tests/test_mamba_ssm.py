@@ -5,7 +5,7 @@ import importlib
 import numpy as np
 import pytest
 from allpairspy import AllPairs
-from common import FRONTENDS, by_name
+from common import FRONTENDS, NAMES, by_name
 
 GPU = FRONTENDS[0].gpu
 LENGTHS = [8, 16, 32, 64, 128, 256, 372, 512, 784, 1024, 1134, 2048, 4096]
@@ -171,6 +171,18 @@ def test_errors_speak_of_its_own_names(frontend):
         scan(None, delta, A, B, B)
     with pytest.raises(TypeError, match="selective_scan_fn: delta_softplus must be True or False, got 1"):
         scan(u, u, A, B, B, delta_softplus=1)
+
+
+@pytest.mark.skipif("jax" not in NAMES, reason="needs JAX")
+def test_numpy_arrays_are_taken_as_jax_takes_them():
+    """Those of float64 in float32, unless JAX was told otherwise."""
+    import jax
+
+    from jax_ops import mamba_ssm
+
+    u, A, B = np.ones((2, 4, 7)), -np.ones((4, 3)), np.ones((2, 3, 7))
+    with jax.enable_x64(False):
+        assert mamba_ssm.selective_scan_fn(u, jax.numpy.ones(u.shape), A, B, B).dtype == "float32"
 
 
 @pytest.mark.skipif(FRONTENDS[0].name != "torch", reason="states change in place in torch only")

@@ -10,7 +10,7 @@ import torch_ops
 from bridge import ops
 from bridge.ops.selective_scan.mamba_ssm import TIME_LAST
 from torch_ops import reference
-from torch_ops.tensors import check_kinds, describe
+from torch_ops.tensors import check
 
 
 def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, return_last_state=False):
@@ -30,10 +30,7 @@ def selective_scan_ref(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta
 
 def _scan(scan, u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state):
     if not torch.compiler.is_compiling():  # which has no use for errors in these names, and no plain sizes
-        arrays = u, delta, A, B, C, D, z, delta_bias
-        check_kinds(TIME_LAST, arrays)
-        TIME_LAST.check_options((delta_softplus, return_last_state), None)
-        TIME_LAST.call(list(map(describe, arrays)), (delta_softplus,))
+        check(TIME_LAST, (u, delta, A, B, C, D, z, delta_bias), (delta_softplus, return_last_state))
     made = scan(
         _time_second(u), _time_second(delta), A, _time_second(B), _time_second(C), D, _time_second(z), delta_bias,
         delta_softplus=delta_softplus, return_final_state=return_last_state,

@@ -7,7 +7,7 @@ from bridge import ops
 from bridge.ops.selective_scan.over_time import OVER_TIME, before, elapsed
 from torch_ops.bind import bind
 from torch_ops.loops import widen, xp
-from torch_ops.tensors import check_kinds, describe
+from torch_ops.tensors import check
 
 _scan = bind(ops["selective_scan"])
 
@@ -35,9 +35,7 @@ def selective_scan_over_time(
     if rank < 0:
         raise ValueError("selective_scan_over_time: this process is not in the group")
     # All of it before the first exchange: a process that raises later leaves others waiting.
-    arrays = x, delta, A, B, C, D, z, delta_bias, initial_state, None
-    check_kinds(OVER_TIME, arrays)
-    OVER_TIME.call(list(map(describe, arrays)), OVER_TIME.check_options((delta_softplus, return_final_state), backend)[:1])
+    check(OVER_TIME, (x, delta, A, B, C, D, z, delta_bias, initial_state, None), (delta_softplus, return_final_state), backend)
     optional = {"delta_bias": delta_bias, "delta_softplus": delta_softplus, "backend": backend}
     # No output is read but the last state, so C can be anything: what is constant in time is read once.
     _, end = _scan(x, delta, A, B, torch.zeros_like(A), return_final_state=True, **optional)

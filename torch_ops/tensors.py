@@ -42,6 +42,13 @@ def check_kinds(op: Op, arrays: tuple) -> None:
             raise TypeError(f"{op.name}: {argument.name} must be a torch.Tensor, got {type(value).__name__}")
 
 
+def check(op: Op, arrays: tuple, values: tuple, backend: str | None = None) -> None:
+    """Raises what is wrong with a call, in the op's names, before anything of it runs."""
+    values = op.check_options(values, backend)
+    check_kinds(op, arrays)
+    op.call(list(map(describe, arrays)), values[: len(op.options)])
+
+
 def prepared(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Contiguous, and aligned to 16 bytes: kernels are compiled for that."""
     if tensor is None:
