@@ -68,6 +68,30 @@ def groups(tile, J: tl.constexpr):
 
 
 @triton.jit
+def spread(pieces, LANES: tl.constexpr):
+    """The rows of tiles [J, W] in turn, each row in all of J lanes (and over again in others, up to LANES): tiles [1, W] or [J, W].
+
+    For tiles that take long to compute. Left alone, the compiler computes a tile where it is used: each of those lanes would compute
+    all of it. Here each computes a row of J, and gets the others. From 4 lanes on the compiler's own exchange, through shared
+    memory, keeps fewer registers: a row can be read when it is needed. It comes behind a scan, across which no layout is
+    moved; over an axis of a single entry a scan does nothing else.
+    """
+    J: tl.constexpr = pieces[0].shape[0]
+    W: tl.constexpr = pieces[0].shape[1]
+    m: tl.constexpr = len(pieces)
+    if J == 1:
+        return pieces
+    elif J == LANES and J == 2:
+        made = ()
+        for k in tl.static_range(m):
+            made = made + everywhere(pieces[k])
+        return made
+    else:
+        tile = tl.reshape(tl.cumsum(stack(pieces)[:, :, :, None], axis=3), (J, W, m))
+        return rows(tl.reshape(tl.permute(tile, (2, 0, 1)), (m * J, W)))
+
+
+@triton.jit
 def everywhere(tile):
     """The J rows of a [J, W] tile, as tiles [J, W] that have a row J times: where J lanes have one each, each gets all."""
     known = (tile,)
@@ -78,38 +102,51 @@ def everywhere(tile):
 
 
 @triton.jit
+def swap(tile, bit: tl.constexpr):
+    """The rows of a tile [J, W], each in the place of the one whose index differs in a bit."""
+    J: tl.constexpr = tile.shape[0]
+    W: tl.constexpr = tile.shape[1]
+    return tl.reshape(flip(tl.reshape(tile, (J, W, 1)), bit * W), (J, W))
+
+
+@triton.jit
 def twice(known):
     """Of tiles [J, W] that each know a row for every bit of it below `bit`, those that know twice as many: the exchange of
     `everywhere` over one bit."""
     bit: tl.constexpr = len(known)
-    J: tl.constexpr = known[0].shape[0]
-    W: tl.constexpr = known[0].shape[1]
-    low = (tl.arange(0, J)[:, None] & bit) == 0
+    low = (tl.arange(0, known[0].shape[0])[:, None] & bit) == 0
     lower, upper = (), ()
     for k in tl.static_range(bit):
-        other = tl.reshape(flip(tl.reshape(known[k], (J, W, 1)), bit * W), (J, W))
+        other = swap(known[k], bit)
         lower, upper = lower + (tl.where(low, known[k], other),), upper + (tl.where(low, other, known[k]),)
     return lower + upper
 
 
 @triton.jit
-def shared_rows(tile, LANES: tl.constexpr):
-    """The rows of a tile that takes long to compute, each needed by LANES lanes: tiles [1, W] or [LANES, W].
+def halves(lower, upper, bit: tl.constexpr):
+    """[J, W]: rows of `lower`, or where a row's index has the bit, of `upper`; each with that of the row where the bit differs added."""
+    low = (tl.arange(0, lower.shape[0])[:, None] & bit) == 0
+    return tl.where(low, lower, upper) + swap(tl.where(low, upper, lower), bit)
 
-    Left alone, the compiler computes a tile where it is used: each of those lanes computes all of it. Here each computes a row of
-    LANES, and gets the others. From 4 lanes on the compiler's own exchange keeps fewer registers. It comes behind a scan, across
-    which no layout is moved; over an axis of a single entry a scan does nothing else.
+
+@triton.jit
+def collect(sums, value, k: tl.constexpr, COUNT: tl.constexpr, DOWN: tl.constexpr = False):
+    """Sums over the rows of tiles [J, W], collected as the tiles come, COUNT of them (a power of two up to J) at a time. `value` is the
+    k-th; DOWN: they come from the last to the first. After COUNT `sums` is a single tile, whose rows j, COUNT + j, ... add up to the
+    sum for the j-th.
+
+    Pairs are summed at once, so that few tiles are kept: each lane sends half of what it has, and keeps the other half.
     """
-    if LANES == 1 or LANES > tile.shape[0]:
-        return rows(tile)
-    elif LANES >= 4:
-        return rows(tl.reshape(tl.cumsum(tile[:, :, None], axis=2), tile.shape))
-    else:
-        made = ()
-        pieces = groups(tile, LANES)
-        for n in tl.static_range(tile.shape[0] // LANES):
-            made = made + everywhere(pieces[n])
-        return made
+    came: tl.constexpr = COUNT - k % COUNT if DOWN else k % COUNT + 1
+    merged, rest = value, sums
+    for level in tl.static_range(5):
+        if came % (2 << level) == 0:
+            if DOWN:
+                merged = halves(merged, rest[0], 1 << level)
+            else:
+                merged = halves(rest[0], merged, 1 << level)
+            rest = rest[1:]
+    return (merged,) + rest
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import triton.language as tl
 from common import carry_out
 
 from bridge import Array, Launch, Plan
-from bridge.language import everywhere, groups, rows, shared_rows, sigmoid, softplus, stack, sum_each, sum_leading, widen
+from bridge.language import collect, everywhere, groups, rows, sigmoid, softplus, spread, stack, sum_each, sum_leading, widen
 
 
 @triton.jit
@@ -19,8 +19,9 @@ def rows_kernel(x, out, T: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def exchange_kernel(x, each, sums, every, shared, T: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr):
-    """x: T W. each: groups of LANES rows, stacked; sums: of row t the sum of its entries t, LANES + t, ..., over all t at once."""
+def exchange_kernel(x, each, sums, every, shared, up, down, T: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr):
+    """x: T W. each: groups of LANES rows, stacked; sums: of row t the sum of its entries t, LANES + t, ..., over all t at once; up and
+    down: row k is k + 1 times the sum over a group, of which lanes collect one each."""
     i, j, t = tl.arange(0, T)[:, None], tl.arange(0, W)[None, :], tl.arange(0, T // LANES)
     tile = tl.load(x + i * W + j)
     lane = tl.arange(0, LANES)[:, None]
@@ -32,7 +33,13 @@ def exchange_kernel(x, each, sums, every, shared, T: tl.constexpr, W: tl.constex
         tl.store(every + (k * LANES + lane) * W + j, first[k])
         scaled = scaled + (of_group[0] * (k + 1),)
     tl.store(sums + lane * LANES + tl.arange(0, LANES)[None, :], sum_each(stack(scaled)))
-    all_rows = shared_rows(tile, LANES)
+    rising, falling = (), ()
+    for k in tl.static_range(LANES):
+        rising = collect(rising, scaled[k], k, LANES)
+        falling = collect(falling, scaled[LANES - 1 - k], LANES - 1 - k, LANES, True)
+    tl.store(up + lane * W + j, rising[0])
+    tl.store(down + lane * W + j, falling[0])
+    all_rows = spread(of_group, LANES)
     for k in tl.static_range(T):
         tl.store(shared + (k * LANES + lane) * W + j, all_rows[k] + lane * 0.0)
 
@@ -43,12 +50,15 @@ def test_exchanges(T, W, LANES, dtype):
     """Rows by groups, a row in all lanes of a group, and a sum for each lane: what lanes exchange arrives where it should."""
     x = np.random.default_rng(0).standard_normal((T, W)).astype(dtype)
     shapes = {"each": (LANES, W, T // LANES), "sums": (LANES, LANES), "every": (LANES, LANES, W), "shared": (T, LANES, W)}
+    shapes |= {"up": (LANES, W), "down": (LANES, W)}
     outputs = {name: Array(shape, dtype) for name, shape in shapes.items()}
     launch = Launch(exchange_kernel, 1, ("x",), (), outputs, {"T": T, "W": W, "LANES": LANES}, wide=dtype, num_warps=1)
-    each, sums, every, shared = carry_out(Plan((launch,), tuple(outputs)), {"x": x})
+    each, sums, every, shared, up, down = carry_out(Plan((launch,), tuple(outputs)), {"x": x})
     np.testing.assert_array_equal(each, np.moveaxis(x.reshape(T // LANES, LANES, W), 0, 2))
     np.testing.assert_array_equal(every, np.repeat(x[:LANES, None], LANES, axis=1))
     np.testing.assert_array_equal(shared, np.repeat(x[:, None], LANES, axis=1))
+    for collected in (up, down):
+        np.testing.assert_allclose(collected, x[:LANES].sum(0) * np.arange(1, LANES + 1)[:, None], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(sums, x[:LANES].sum(1)[:, None] * np.arange(1, LANES + 1), rtol=1e-5)
 
 

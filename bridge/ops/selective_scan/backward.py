@@ -8,7 +8,8 @@ programs leaves as partial sums, which sum_leading adds in a fixed order.
 import triton
 import triton.language as tl
 
-from bridge.language import LN2, groups, product, rows, shared_rows, sigmoid, stack, sum_each
+from bridge.fast import roomy
+from bridge.language import LN2, collect, groups, rows, sigmoid, spread, stack
 from bridge.ops.selective_scan import tiles
 
 
@@ -59,11 +60,11 @@ def recompute(
         initial = tiles.shift(initial, tl.load(poison))
     one = tiles.shift(tiles.zeros(BD, wide, BN, R), 1.0)
     LANES: tl.constexpr = BN // R
-    SHARING: tl.constexpr = LANES if R > 1 else 1  # lanes among which work on a step is shared out
     h, head, through, total, wrong = initial, tiles.zeros(BD, wide, BN, R), one, tl.zeros((LANES, BD), wide), True
     for CAREFUL in tl.static_range(2):
         if wrong:
             AT_ONCE: tl.constexpr = 1 if CAREFUL else TILE
+            TOGETHER: tl.constexpr = 1 if R == 1 else (LANES if LANES < AT_ONCE else AT_ONCE)  # steps that lanes share out
             h, head, through, total = initial, tiles.zeros(BD, wide, BN, R), one, tl.zeros((LANES, BD), wide)
             for start in tl.range(0, tl.where(whole, end - begin, (end - begin - 1) // TILE * TILE), AT_ONCE, num_stages=3):
                 first, left = begin + start, end - begin - start
@@ -73,14 +74,15 @@ def recompute(
                 at = tiles.at_tile(block, batch, batches, first, steps, TILE, STATES, BD)
                 tiles.store_states(fine + at, 0, tl.arange(0, BD), here, h, BD, STATES, BN, R)
                 x_rows = tiles.load_rows(x, row, left, channel, ours, CHANNELS, AT_ONCE)
-                dt, deltas = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE, SHARING)
+                deltas = tiles.load_tile(delta, row, left, channel, ours, CHANNELS, AT_ONCE)
+                dt, dt_groups = tiles.step_sizes(deltas, bias, left, wide, SOFTPLUS, HAS_BIAS, TOGETHER, LANES)
                 Bt = tiles.load_projection(B, constant_B, row, left, group, wide, GB, STATES, BN, R, AT_ONCE)
                 if CARRY:
                     dy_tile = tiles.load_tile(dy, row, left, channel, ours, CHANNELS, AT_ONCE)
                     Ct = tiles.load_projection(C, constant_C, row, left, group, wide, GC, STATES, BN, R, AT_ONCE)
                     if HAS_Z:
-                        silu, slopes = tiles.load_gate(z, row, left, channel, ours, wide, CHANNELS, AT_ONCE)
-                        dp = shared_rows(dy_tile.to(wide) * silu, SHARING)
+                        gates, slopes = tiles.load_gate(z, row, left, channel, ours, wide, CHANNELS, AT_ONCE, TOGETHER)
+                        dp = spread(tiles.gated(groups(dy_tile, TOGETHER), gates), LANES)
                     else:
                         dp = rows(dy_tile)
                 for i in tl.static_range(AT_ONCE):
@@ -105,12 +107,12 @@ def recompute(
         tiles.store_states(fine + at, 0, tl.arange(0, BD), ours, h, BD, STATES, BN, R)
     if CARRY:
         index = index.to(tl.int64)
-        tiles.store_states(after, index, channel, ours, h, CHANNELS, STATES, BN, R)
+        tiles.store_states(after, index, roomy(channel), ours, h, CHANNELS, STATES, BN, R)
         tiles.store_states(heads, index, channel, ours, head, CHANNELS, STATES, BN, R)
         tiles.store_first(elapsed + index * CHANNELS, channel, ours, total)
     else:
         of_sweep = index.to(tl.int64) if PACKED else sequence
-        tiles.store_states(after, of_sweep, channel, tiles.where_true(channel, ours, whole, CHANNELS), h, CHANNELS, STATES, BN, R)
+        tiles.store_states(after, of_sweep, roomy(channel), tiles.where_true(channel, ours, whole, CHANNELS), h, CHANNELS, STATES, BN, R)
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -157,10 +159,6 @@ def reverse(
     """
     wide: tl.constexpr = fine.dtype.element_ty
     LANES: tl.constexpr = BN // R
-    SHARING: tl.constexpr = LANES if R > 1 else 1  # lanes among which work on a step is shared out
-    SCATTER: tl.constexpr = (
-        SHARING > 1 and SHARING <= 2 * BD
-    )  # dx and ddelta leave in parts, one for each lane that shares a channel's states
     block, group, channel, ours, index = tiles.own(CHANNELS, GROUPS, BD)
     sequence, batch, begin, end, opens, closes = tiles.chunk_of(cuts, index, steps, chunks, span, PACKED)
     # Whether sums over the channels begin between lanes, and not within each.
@@ -184,20 +182,13 @@ def reverse(
         last_state = tiles.load_states(after, chunk, channel, ours, CHANNELS, STATES, BN, R)
     else:
         last_state = tiles.zeros(BD, wide, BN, R)
-    if SCATTER:
-        CUTS: tl.constexpr = LANES // 2  # of dx and of ddelta
-        part_of = tl.arange(0, LANES)[:, None]
-        offset = tiles.apart(part_of % CUTS * (BD // CUTS) + tl.arange(0, BD // CUTS)[None, :])
-        part, part_ours = tiles.owned(block, offset, CHANNELS, GROUPS, BD)
-        part_x, part_delta = part_ours & (part_of < CUTS), part_ours & (part_of >= CUTS)
-    each_channel = tiles.apart(channel)[None, :] + tl.zeros((LANES, 1), tl.int32)
-    skip_once = tl.where((state == 0) & ours[None, :], skip[None, :], 0.0)  # what is added over the lanes comes from the first
     carry, sum_A, sum_B, sum_C = last_carry, tiles.zeros(BD, wide, BN, R), tiles.zeros(BD, wide, BN, R), tiles.zeros(BD, wide, BN, R)
-    sum_D, sum_bias = tl.zeros((LANES, BD), wide), tl.zeros((LANES, BD), wide)
+    sum_D, sum_bias = tl.zeros((1, BD), wide), tl.zeros((1, BD), wide)
     behind, wrong = last_state, True
     for CAREFUL in tl.static_range(0 if HAS_FINE else 1, 2):
         if wrong:
             AT_ONCE: tl.constexpr = 1 if CAREFUL else TILE
+            TOGETHER: tl.constexpr = 1 if R == 1 else (LANES if LANES < AT_ONCE else AT_ONCE)  # steps that lanes share out
             KNOWN: tl.constexpr = HAS_FINE and not CAREFUL  # the states before and behind each tile
             carry, sum_A, sum_B, sum_C = (
                 last_carry,
@@ -205,27 +196,18 @@ def reverse(
                 tiles.zeros(BD, wide, BN, R),
                 tiles.zeros(BD, wide, BN, R),
             )
-            sum_D, sum_bias = tl.zeros((LANES, BD), wide), tl.zeros((LANES, BD), wide)
+            group_D, group_bias = tl.zeros((TOGETHER, BD), wide), tl.zeros((TOGETHER, BD), wide)
             behind = last_state
             count = tl.cdiv(end - begin, AT_ONCE)
             for k in tl.range(0, count, num_stages=3):
                 start = (count - 1 - k) * AT_ONCE
                 first, left = begin + start, end - begin - start
                 row = batch * steps + first
-                TOGETHER: tl.constexpr = SHARING if SHARING <= AT_ONCE else 1  # steps of which each lane finishes one
                 x_tile = tiles.load_tile(x, row, left, channel, ours, CHANNELS, AT_ONCE)
-                x_rows = rows(x_tile)
-                dt, deltas = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE, SHARING)
-                dy_tile = tiles.load_tile(dy, row, left, channel, ours, CHANNELS, AT_ONCE)
-                if HAS_Z:
-                    silu, slopes = tiles.load_gate(z, row, left, channel, ours, wide, CHANNELS, AT_ONCE)
-                    dps = shared_rows(dy_tile.to(wide) * silu, SHARING)
-                    of_ungated = groups(dy_tile.to(wide) * slopes, TOGETHER)
-                    through = groups(x_tile, TOGETHER)
-                else:
-                    dps = rows(dy_tile)
+                x_rows, x_groups = rows(x_tile), groups(x_tile, TOGETHER)
+                deltas = tiles.load_tile(delta, row, left, channel, ours, CHANNELS, AT_ONCE)
+                dt, dt_groups = tiles.step_sizes(deltas, bias, left, wide, SOFTPLUS, HAS_BIAS, TOGETHER, LANES)
                 Bt = tiles.load_projection(B, constant_B, row, left, group, wide, GB, STATES, BN, R, AT_ONCE)
-                Ct = tiles.load_projection(C, constant_C, row, left, group, wide, GC, STATES, BN, R, AT_ONCE)
                 place = tiles.at_tile(block, batch, batches, first, steps, TILE, STATES, BD)
                 if KNOWN:
                     known = ours
@@ -250,7 +232,8 @@ def reverse(
                         before = tiles.shift(before, tl.load(poison))
                     for step in range(origin, first):
                         at = batch * steps + step
-                        ahead, ignored = tiles.load_steps(delta, bias, at, 1, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, 1, 1)
+                        size = tiles.load_tile(delta, at, 1, channel, ours, CHANNELS, 1)
+                        ahead, ahead_groups = tiles.step_sizes(size, bias, 1, wide, SOFTPLUS, HAS_BIAS, 1, 1)
                         input = tiles.load_rows(x, at, 1, channel, ours, CHANNELS, 1)[0].to(wide)
                         Bs = tiles.load_projection(B, constant_B, at, 1, group, wide, GB, STATES, BN, R, 1)
                         before = tiles.advance(before, decay, ahead[0], ahead[0] * input, Bs[0], True)
@@ -265,12 +248,25 @@ def reverse(
                         else:
                             now = now + (a * h[i][r] + u * Bt[i][r],)
                     h, kept = h + (now,), kept + (powers,)
-                of_parts, of_grads, of_z, ungated = (), (), (), ()
+                dy_tile = tiles.load_tile(dy, row, left, channel, ours, CHANNELS, AT_ONCE)
+                dp_groups = groups(dy_tile, TOGETHER)
+                if HAS_Z:
+                    gates, slopes = tiles.load_gate(z, row, left, channel, ours, wide, CHANNELS, AT_ONCE, TOGETHER)
+                    of_ungated, dp_groups = tiles.gated(dp_groups, slopes), tiles.gated(dp_groups, gates)
+                    dps = spread(dp_groups, LANES)
+                else:
+                    dps = rows(dy_tile)
+                Ct = tiles.load_projection(C, constant_C, row, left, group, wide, GC, STATES, BN, R, AT_ONCE)
+                if HAS_Z and SOFTPLUS:  # Registers are few then: what was read before is read again, of which the compiler knows nothing.
+                    again = row + (tl.program_id(0) >> 31)
+                    Bt = tiles.load_projection(B, constant_B, again, left, group, wide, GB, STATES, BN, R, AT_ONCE)
+                    deltas = tiles.load_tile(delta, again, left, channel, ours, CHANNELS, AT_ONCE)
+                delta_groups = groups(deltas, TOGETHER)
+                of_parts, of_us, of_decays, ungated, dxs, ddeltas, dzs = (), (), (), (), (), (), ()
                 nothing = tl.cast(k, wide) * 0.0  # which the compiler doesn't know: else it kept all powers, in memory
                 for i in tl.static_range(AT_ONCE - 1, -1, -1):
                     xs, dp = x_rows[i].to(wide), dps[i].to(wide)
                     u = dt[i] * xs
-                    here = tiles.where_true(channel, ours, i < left, CHANNELS)
                     carried, sums_A, sums_B, sums_C, each = (), (), (), (), ()
                     of_u = tl.zeros((LANES, BD), wide)
                     of_decay = tl.zeros((LANES, BD), wide)
@@ -285,8 +281,7 @@ def reverse(
                             from_decay = g * (a * h[i][r])  # a g can be beyond all numbers, and h zero
                         else:
                             from_decay = carried[r] * h[i][r]
-                        of_u += g * Bt[i][r]
-                        of_decay += decay[r] * from_decay
+                        of_u, of_decay = tl.fma(g, Bt[i][r], of_u), tl.fma(decay[r], from_decay, of_decay)  # see `product`
                         sums_A = sums_A + (sum_A[r] + dt[i] * from_decay,)
                         if NEED_B:
                             of_B = tiles.term(g, u, APART or CAREFUL)
@@ -322,50 +317,38 @@ def reverse(
                         sum_B = sums_B
                     if NEED_C and GC == 0:
                         sum_C = sums_C
-                    at = (row + i) * CHANNELS
-                    grad_x = product(dt[i], of_u)
-                    grad_delta = xs * of_u + of_decay * LN2
-                    if SOFTPLUS:
-                        grad_delta = product(grad_delta, sigmoid(deltas[i].to(wide) + bias[None, :]))
-                    if HAS_D:
-                        grad_x += skip_once * dp
-                    if SCATTER:
-                        if NEED_X or NEED_DELTA:
-                            both = tl.reshape(tl.join(grad_x, grad_delta), (LANES, CUTS, BD // CUTS, 2))
-                            grads = tl.trans(sum_each(tl.reshape(tl.permute(both, (2, 0, 3, 1)), (BD // CUTS, LANES, LANES))))
-                            of_grads = (grads,) + of_grads
-                            if len(of_grads) == 4 or i == 0:
-                                if NEED_X:
-                                    tiles.store_steps(dx + row * CHANNELS, part, part_x, i, left, of_grads, CHANNELS)
-                                if NEED_DELTA:
-                                    tiles.store_steps(ddelta + row * CHANNELS, part, part_delta, i, left, of_grads, CHANNELS)
-                                of_grads = ()
-                    else:
-                        if NEED_X:
-                            tl.store(dx + at + channel, tl.sum(grad_x, axis=0).to(dx.dtype.element_ty), mask=here)
-                        if NEED_DELTA:
-                            tl.store(ddelta + at + channel, tl.sum(grad_delta, axis=0).to(ddelta.dtype.element_ty), mask=here)
-                    if NEED_BIAS:
-                        sum_bias += tl.where(here[None, :], grad_delta, 0.0)
-                    if NEED_D:
-                        sum_D += dp * xs
+                    of_us, of_decays = collect(of_us, of_u, i, TOGETHER, True), collect(of_decays, of_decay, i, TOGETHER, True)
                     if NEED_Z:
-                        ungated = (tiles.dot(h[i + 1], Ct[i]),) + ungated
-                        if len(ungated) == TOGETHER:
-                            if TOGETHER == LANES:
-                                out = tiles.sum_lanes(ungated)
-                            else:
-                                out = tl.sum(ungated[0], axis=0, keep_dims=True)
+                        ungated = collect(ungated, tiles.dot(h[i + 1], Ct[i]), i, TOGETHER, True)
+                    if i % TOGETHER == 0:
+                        xs_j, dp_j = x_groups[i // TOGETHER].to(wide), dp_groups[i // TOGETHER].to(wide)
+                        of_u = tiles.sum_lanes(of_us, TOGETHER)
+                        grad_x, grad_delta = dt_groups[i // TOGETHER] * of_u, xs_j * of_u + tiles.sum_lanes(of_decays, TOGETHER) * LN2
+                        if HAS_D:
+                            grad_x += skip[None, :] * dp_j
+                        if SOFTPLUS:
+                            grad_delta *= sigmoid(delta_groups[i // TOGETHER].to(wide) + bias[None, :])
+                        if NEED_BIAS:
+                            group_bias += tl.where(tl.arange(0, TOGETHER)[:, None] + i < left, grad_delta, 0.0)
+                        if NEED_D:
+                            group_D += dp_j * xs_j
+                        of_us, of_decays, dxs, ddeltas = (), (), (grad_x,) + dxs, (grad_delta,) + ddeltas
+                        if NEED_Z:
+                            out = tiles.sum_lanes(ungated, TOGETHER)
                             if HAS_D:
-                                out += skip[None, :] * through[i // TOGETHER].to(wide)
-                            out *= of_ungated[i // TOGETHER]
-                            ungated, of_z = (), (tl.broadcast_to(out, (LANES, BD)),) + of_z
-                            if len(of_z) == 4 or i == 0:
-                                writes = ours[None, :] & ((state == 0) | (TOGETHER > 1))
-                                tiles.store_steps(dz + row * CHANNELS, each_channel, writes, i, left, of_z, CHANNELS, TOGETHER > 1)
-                                of_z = ()
+                                out += skip[None, :] * xs_j
+                            ungated, dzs = (), (out * of_ungated[i // TOGETHER],) + dzs
+                        if len(dxs) == 4 or i == 0:
+                            if NEED_X:
+                                tiles.store_sums(dx + row * CHANNELS, channel, ours, i, left, dxs, CHANNELS, LANES)
+                            if NEED_DELTA:
+                                tiles.store_sums(ddelta + row * CHANNELS, channel, ours, i, left, ddeltas, CHANNELS, LANES)
+                            if NEED_Z:
+                                tiles.store_sums(dz + row * CHANNELS, channel, ours, i, left, dzs, CHANNELS, LANES)
+                            dxs, ddeltas, dzs = (), (), ()
                 if KNOWN:
                     behind = before
+            sum_D, sum_bias = tl.sum(group_D, axis=0, keep_dims=True), tl.sum(group_bias, axis=0, keep_dims=True)
             wrong = tiles.undefined(carry) | tiles.undefined(sum_A)
     if NEED_A:
         tiles.store_state(dA, chunk, channel, ours, sum_A, CHANNELS, STATES, BN, R)
@@ -376,7 +359,7 @@ def reverse(
     if NEED_D:
         tiles.store_first(dD + chunk * CHANNELS, channel, ours, sum_D)
     if NEED_BIAS:
-        tl.store(dbias + chunk * CHANNELS + channel, tl.sum(sum_bias, axis=0), mask=ours)
+        tiles.store_first(dbias + chunk * CHANNELS, channel, ours, sum_bias)
     if NEED_INITIAL:
         if opens:
             tiles.store_state(dinitial_state, sequence, channel, ours, carry, CHANNELS, STATES, BN, R)

@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from bridge.language import groups, rows
+from bridge.fast import roomy
+from bridge.language import collect, groups, rows
 from bridge.ops.selective_scan import tiles
 
 
@@ -74,23 +75,24 @@ def chunk_ends(
     decay = tiles.load_decay(A, channel, ours, wide, STATES, BN, R)
     constant = tiles.load_matrix(B, channel, ours, wide, GB == 0, STATES, BN, R)
     LANES: tl.constexpr = BN // R
-    SHARING: tl.constexpr = LANES if R > 1 else 1  # lanes among which work on a step is shared out
     h, total, wrong = tiles.zeros(BD, wide, BN, R), tl.zeros((LANES, BD), wide), True
     for CAREFUL in tl.static_range(2):
         if wrong:
             AT_ONCE: tl.constexpr = 1 if CAREFUL else TILE
+            TOGETHER: tl.constexpr = 1 if R == 1 else (LANES if LANES < AT_ONCE else AT_ONCE)  # steps that lanes share out
             h, total = tiles.zeros(BD, wide, BN, R), tl.zeros((LANES, BD), wide)
             for start in tl.range(0, end - begin, AT_ONCE, num_stages=3):
                 row, left = batch * steps + begin + start, end - begin - start
                 x_rows = tiles.load_rows(x, row, left, channel, ours, CHANNELS, AT_ONCE)
-                dt, deltas = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE, SHARING)
+                deltas = tiles.load_tile(delta, row, left, channel, ours, CHANNELS, AT_ONCE)
+                dt, dt_groups = tiles.step_sizes(deltas, bias, left, wide, SOFTPLUS, HAS_BIAS, TOGETHER, LANES)
                 Bt = tiles.load_projection(B, constant, row, left, group, wide, GB, STATES, BN, R, AT_ONCE)
                 for i in tl.static_range(AT_ONCE):
                     h = tiles.advance(h, decay, dt[i], dt[i] * x_rows[i].to(wide), Bt[i], CAREFUL)
                     total += dt[i]
             wrong = tiles.undefined(h)
     index = index.to(tl.int64)
-    tiles.store_states(ends, index, channel, ours, h, CHANNELS, STATES, BN, R)
+    tiles.store_states(ends, index, roomy(channel), ours, h, CHANNELS, STATES, BN, R)
     tiles.store_first(elapsed + index * CHANNELS, channel, ours, total)
 
 
@@ -145,13 +147,11 @@ def scan(
     if PACKED:
         initial = tiles.shift(initial, tl.load(poison))
     LANES: tl.constexpr = BN // R
-    SHARING: tl.constexpr = LANES if R > 1 else 1  # lanes among which work on a step is shared out
-    each = tiles.apart(channel)[None, :] + tl.zeros((LANES, 1), tl.int32)
-    first_lane = tl.arange(0, LANES)[:, None] == 0
     h, wrong = initial, True
     for CAREFUL in tl.static_range(2):
         if wrong:
             AT_ONCE: tl.constexpr = 1 if CAREFUL else TILE
+            TOGETHER: tl.constexpr = 1 if R == 1 else (LANES if LANES < AT_ONCE else AT_ONCE)  # steps that lanes share out
             h = initial
             for start in tl.range(0, end - begin, AT_ONCE, num_stages=3):
                 first, left = begin + start, end - begin - start
@@ -163,36 +163,30 @@ def scan(
                     tiles.store_states(
                         states, batch * tl.cdiv(steps, SEGMENT) + first // SEGMENT, channel, kept, h, CHANNELS, STATES, BN, R
                     )
-                TOGETHER: tl.constexpr = SHARING if SHARING <= AT_ONCE else 1  # steps of which each lane finishes one
                 x_tile = tiles.load_tile(x, row, left, channel, ours, CHANNELS, AT_ONCE)
                 x_rows = rows(x_tile)
-                dt, deltas = tiles.load_steps(delta, bias, row, left, channel, ours, wide, SOFTPLUS, HAS_BIAS, CHANNELS, AT_ONCE, SHARING)
+                deltas = tiles.load_tile(delta, row, left, channel, ours, CHANNELS, AT_ONCE)
+                dt, dt_groups = tiles.step_sizes(deltas, bias, left, wide, SOFTPLUS, HAS_BIAS, TOGETHER, LANES)
                 Bt = tiles.load_projection(B, constant_B, row, left, group, wide, GB, STATES, BN, R, AT_ONCE)
                 Ct = tiles.load_projection(C, constant_C, row, left, group, wide, GC, STATES, BN, R, AT_ONCE)
                 if HAS_Z:
-                    silu, slopes = tiles.load_gate(z, row, left, channel, ours, wide, CHANNELS, AT_ONCE)
-                    gate = groups(silu, TOGETHER)
+                    gates, slopes = tiles.load_gate(z, row, left, channel, ours, wide, CHANNELS, AT_ONCE, TOGETHER)
                 if HAS_D:
                     through = groups(x_tile, TOGETHER)
-                terms, outs = (), ()
+                sums, outs = (), ()
                 for i in tl.static_range(AT_ONCE):
                     h = tiles.advance(h, decay, dt[i], dt[i] * x_rows[i].to(wide), Bt[i], CAREFUL)
-                    terms = terms + (tiles.dot(h, Ct[i]),)
-                    if len(terms) == TOGETHER:
-                        if TOGETHER == LANES:
-                            out = tiles.sum_lanes(terms)
-                        else:
-                            out = tl.sum(terms[0], axis=0, keep_dims=True)
+                    sums = collect(sums, tiles.dot(h, Ct[i]), i, TOGETHER)
+                    if (i + 1) % TOGETHER == 0:
+                        out = tiles.sum_lanes(sums, TOGETHER)
                         if HAS_D:
                             out += skip[None, :] * through[i // TOGETHER].to(wide)
                         if HAS_Z:
-                            out *= gate[i // TOGETHER]
-                        terms, outs = (), outs + (tl.broadcast_to(out, (LANES, BD)),)
+                            out *= gates[i // TOGETHER]
+                        sums, outs = (), outs + (out,)
                         if len(outs) == 4 or i == AT_ONCE - 1:
-                            writes = ours[None, :] & (first_lane | (TOGETHER > 1))
-                            first_out = i + 1 - len(outs) * TOGETHER
-                            tiles.store_steps(y + row * CHANNELS, each, writes, first_out, left, outs, CHANNELS, TOGETHER > 1)
+                            tiles.store_sums(y + row * CHANNELS, channel, ours, i + 1 - len(outs) * TOGETHER, left, outs, CHANNELS, LANES)
                             outs = ()
             wrong = tiles.undefined(h)
     if closes:
-        tiles.store_state(final_state, sequence, channel, ours, h, CHANNELS, STATES, BN, R)
+        tiles.store_state(final_state, sequence, roomy(channel), ours, h, CHANNELS, STATES, BN, R)

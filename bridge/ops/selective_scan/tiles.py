@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from bridge.fast import exp2
-from bridge.language import LOG2E, columns, product, rows, shared_rows, sigmoid, softplus, stack, sum_each
+from bridge.language import LOG2E, columns, groups, product, rows, sigmoid, softplus, spread, stack, sum_each
 
 CUT = tl.constexpr(5)  # numbers in a row of `cuts`
 STRUNG = tl.constexpr(4)  # chunks whose ends are read together, where they are strung together
@@ -137,32 +137,53 @@ def load_rows(pointer, row, left, channel, ours, CHANNELS: tl.constexpr, TILE: t
 
 
 @triton.jit
-def load_steps(
-    delta, bias, row, left, channel, ours, wide: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, CHANNELS: tl.constexpr,
-    TILE: tl.constexpr, LANES: tl.constexpr,
+def step_sizes(
+    tile, bias, left, wide: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr, TOGETHER: tl.constexpr, LANES: tl.constexpr
 ):  # fmt: skip
-    """dt and delta of TILE steps: two tuples of [1, BD], dt also [LANES, BD]. dt is 0 from step `left` on."""
-    tile = load_tile(delta, row, left, channel, ours, CHANNELS, TILE)
-    loaded = rows(tile)
+    """dt from a tile of delta [TILE, BD], 0 from step `left` on. First each step by itself, [1, BD] or, the same row in several
+    lanes, [TOGETHER, BD]; then again in tiles [TOGETHER, BD] of TOGETHER steps each."""
+    dts = step_sizes_of(groups(tile, TOGETHER), bias, left, wide, SOFTPLUS, HAS_BIAS)
     if SOFTPLUS:
-        dt = tl.where(tl.arange(0, TILE)[:, None] < left, softplus(tile.to(wide) + bias[None, :]), 0.0)
-        return shared_rows(dt, LANES), loaded
+        return spread(dts, LANES), dts
     else:
-        dts = ()
-        for i in tl.static_range(TILE):
-            dt = loaded[i].to(wide)
-            if HAS_BIAS:
-                dt = tl.where(where_true(channel, ours, i < left, CHANNELS)[None, :], dt + bias[None, :], 0.0)
-            dts = dts + (dt,)
-        return dts, loaded
+        return step_sizes_of(rows(tile), bias, left, wide, False, HAS_BIAS), dts
 
 
 @triton.jit
-def load_gate(z, row, left, channel, ours, wide: tl.constexpr, CHANNELS: tl.constexpr, TILE: tl.constexpr):
-    """silu(z) of TILE steps, [TILE, BD], and its derivative."""
-    zs = load_tile(z, row, left, channel, ours, CHANNELS, TILE).to(wide)
-    sig = sigmoid(zs)
-    return zs * sig, sig * (1.0 + zs * (1.0 - sig))
+def step_sizes_of(pieces, bias, left, wide: tl.constexpr, SOFTPLUS: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """The same from tiles [J, BD], of J steps in turn."""
+    J: tl.constexpr = pieces[0].shape[0]
+    made = ()
+    for k in tl.static_range(len(pieces)):
+        dt = pieces[k].to(wide)
+        if HAS_BIAS:
+            dt += bias[None, :]
+        if SOFTPLUS:
+            dt = softplus(dt)
+        if HAS_BIAS or SOFTPLUS:
+            dt = tl.where(tl.arange(0, J)[:, None] + k * J < left, dt, 0.0)
+        made = made + (dt,)
+    return made
+
+
+@triton.jit
+def load_gate(z, row, left, channel, ours, wide: tl.constexpr, CHANNELS: tl.constexpr, TILE: tl.constexpr, TOGETHER: tl.constexpr):
+    """silu(z) of TILE steps, TOGETHER each in tiles [TOGETHER, BD], and its derivative."""
+    pieces, gates, slopes = groups(load_tile(z, row, left, channel, ours, CHANNELS, TILE), TOGETHER), (), ()
+    for k in tl.static_range(TILE // TOGETHER):
+        zs = pieces[k].to(wide)
+        sig = sigmoid(zs)
+        gates, slopes = gates + (zs * sig,), slopes + (sig * (1.0 + zs * (1.0 - sig)),)
+    return gates, slopes
+
+
+@triton.jit
+def gated(pieces, gates):
+    """Tiles times the gate's, one by one."""
+    made = ()
+    for k in tl.static_range(len(pieces)):
+        made = made + (pieces[k].to(gates[k].dtype) * gates[k],)
+    return made
 
 
 @triton.jit
@@ -364,6 +385,25 @@ def sum_channels(values):
 
 
 @triton.jit
-def sum_lanes(values):
-    """From J tiles [J, BD] the [J, BD] whose row j is the sum over the rows of values[j]: each lane gets the sum of one."""
-    return tl.trans(sum_each(tl.permute(stack(values), (1, 0, 2))))
+def sum_lanes(sums, TOGETHER: tl.constexpr):
+    """The [TOGETHER, BD] that is the end of `collect`: row j is the sum over the states for step j."""
+    J: tl.constexpr = sums[0].shape[0]
+    if J == TOGETHER:
+        return sums[0]
+    else:
+        return tl.sum(tl.reshape(sums[0], (J // TOGETHER, TOGETHER, sums[0].shape[1])), axis=0)
+
+
+@triton.jit
+def store_sums(pointer, channel, ours, step, left, sums, CHANNELS: tl.constexpr, LANES: tl.constexpr):
+    """What sum_lanes made for steps in turn, the first of which is `step`, into a (b t) d array; up to step `left`.
+
+    pointer: to step 0. Of a single step all of LANES lanes have the sum, and the first writes it.
+    """
+    TOGETHER: tl.constexpr = sums[0].shape[0]
+    J: tl.constexpr = LANES if TOGETHER == 1 else TOGETHER
+    row, values = tl.arange(0, J)[:, None], ()
+    for k in tl.static_range(len(sums)):
+        values = values + (tl.broadcast_to(sums[k], (J, sums[0].shape[1])),)
+    each = apart(channel)[None, :] + tl.zeros((J, 1), tl.int32)
+    store_steps(pointer, each, ours[None, :] & ((row == 0) | (TOGETHER > 1)), step, left, values, CHANNELS, TOGETHER > 1)
