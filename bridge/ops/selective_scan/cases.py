@@ -62,6 +62,7 @@ MODELS = (
     case("mamba 1x65536x2048", 1, 65536, 2048, 16, OPTIONAL),
     case("mamba 2x4096x5120", 2, 4096, 5120, 16, OPTIONAL),
     case("mamba 64x512x1536", 64, 512, 1536, 16, OPTIONAL),
+    case("mamba 8x2048x2048, all options", 8, 2048, 2048, 16, ("initial_state",), delta_softplus=True),
 )
 
 # One size grows: t where b t stays as it is (2^25 elements in x, and one batch in the longest), and b.
