@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from bridge.signature import Array
@@ -40,6 +41,13 @@ class Launch:
     num_warps: int = 4
     num_stages: int = 3
     over: Mapping[str, str] = field(default_factory=dict)
+    compiled: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)  # an executor's, by device
+
+    @cached_property
+    def constant_values(self) -> tuple:
+        """The constants in the order of the kernel's parameters, and those with which it was declared."""
+        parameters = list(self.kernel.signature.parameters.values())[len(self.inputs) + len(self.scalars) + len(self.outputs) :]
+        return tuple(self.constants.get(p.name, p.default) for p in parameters)
 
 
 @dataclass(frozen=True)

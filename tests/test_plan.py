@@ -3,6 +3,7 @@
 import ast
 import inspect
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,34 @@ def test_a_plan_refuses_two_writers():
 def test_a_plan_is_computed_once():
     op, case = JOBS[0]
     assert op.forward_plan(call_of(op, case), True) is op.forward_plan(call_of(op, case), True)
+
+
+def test_a_launch_keeps_its_compiled_kernel(monkeypatch):
+    """Later starts skip Triton's lookup, with the same arguments in the same order; not for arrays that aren't aligned."""
+    torch = pytest.importorskip("torch")
+    from torch_ops import tensors
+
+    calls = []
+
+    class Kernel:
+        def __init__(self, name, made=None):
+            self.name, self.made = name, made
+            self.signature = inspect.signature(lambda x, size, y, LATE=7, FIRST=None, LAST=None: None)
+
+        def __getitem__(self, grid):
+            def begin(*arguments, **named):
+                calls.append((self.name, grid, [a if isinstance(a, int) else a.data_ptr() for a in arguments], named))
+                return self.made
+
+            return begin
+
+    monkeypatch.setattr(tensors, "JITFunction", Kernel)
+    launch = Launch(Kernel("jit", Kernel("compiled")), 3, ("x",), (5,), {"y": Array((4,), "float32")}, {"LAST": 2, "FIRST": 1})
+    x, y, device = torch.zeros(9), torch.zeros(4), torch.device("cpu")
+    for first in (x[:4], x[:4], x[1:5]):
+        tensors.start(launch, [first, 5, y], device)
+    (_, _, arguments, named), again, unaligned = calls
+    assert named.items() >= launch.constants.items()
+    assert again == ("compiled", (3, 1, 1), [*arguments, 7, 1, 2], {})
+    assert (unaligned[0], unaligned[2][0]) == ("jit", arguments[0] + 4)
+    assert replace(launch, grid=4).compiled == {}
