@@ -36,6 +36,13 @@ class Call:
     card: str = ""
 
     @cached_property
+    def hashed(self) -> int:
+        return hash((self.signature, self.arrays, self.settings, self.card))
+
+    def __hash__(self) -> int:
+        return self.hashed  # which goes through everything: calls are kept, and each looks for its plans
+
+    @cached_property
     def given(self) -> dict[str, Array | None]:
         return dict(zip((i.name for i in self.signature.inputs), self.arrays, strict=True))
 

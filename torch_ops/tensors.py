@@ -1,6 +1,7 @@
 """Tensors as the bridge sees them, and plans carried out on them."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +24,8 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def describe(tensor: torch.Tensor | None) -> Given | None:
     if tensor is None:
         return None
-    return Given(tuple(tensor.shape), NAMES.get(tensor.dtype, str(tensor.dtype).removeprefix("torch.")), str(tensor.device))
+    name = NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch.")
+    return Given(tuple(tensor.shape), name, str(tensor.device))
 
 
 def card(device: torch.device) -> str:
@@ -86,7 +88,7 @@ def run_compiled(plan: Plan, arrays: Tensors, device: torch.device, buffers: Buf
         return outputs
 
     mend_cache_folder()
-    with torch.cuda.device(device):
+    with nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device):
         return plan.run(arrays, execute)
 
 
