@@ -1,7 +1,6 @@
 """Tensors as the bridge sees them, and plans carried out on them."""
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from functools import cache
 from types import MappingProxyType
 from typing import Any
@@ -88,7 +87,7 @@ def run_compiled(plan: Plan, arrays: Tensors, device: torch.device, buffers: Buf
         return outputs
 
     mend_cache_folder()
-    with nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device):
+    with torch.cuda.device(device):
         return plan.run(arrays, execute)
 
 
