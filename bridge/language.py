@@ -250,10 +250,19 @@ def halve(values):
     return kept + flip(sent, half * half)
 
 
-@triton.jit(do_not_specialize=["size"])
-def widen(source, size, wide, BLOCK: tl.constexpr):
-    """The same numbers in a wider type: kernels that read them many times convert them once."""
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+@triton.jit(do_not_specialize=["size", "second_size"])
+def widen(first, second, size, second_size, first_wide, second_wide, BLOCK: tl.constexpr):
+    """The same numbers in a wider type, of two arrays: kernels that read them many times convert them once."""
+    program, blocks = tl.program_id(0), tl.cdiv(size, BLOCK)
+    if program < blocks:
+        widen_block(first, size, first_wide, program, BLOCK)
+    else:
+        widen_block(second, second_size, second_wide, program - blocks, BLOCK)
+
+
+@triton.jit
+def widen_block(source, size, wide, block, BLOCK: tl.constexpr):
+    i = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(wide + i, tl.load(source + i, mask=i < size, other=0.0).to(wide.dtype.element_ty), mask=i < size)
 
 

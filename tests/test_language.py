@@ -8,6 +8,7 @@ from common import carry_out
 
 from bridge import Array, Launch, Plan
 from bridge.language import collect, everywhere, groups, rows, sigmoid, softplus, spread, stack, sum_each, sum_leading, widen
+from bridge.transpose import transposition
 
 
 @triton.jit
@@ -62,11 +63,21 @@ def test_exchanges(T, W, LANES, dtype):
     np.testing.assert_allclose(sums, x[:LANES].sum(1)[:, None] * np.arange(1, LANES + 1), rtol=1e-5)
 
 
-@pytest.mark.parametrize("size", [1, 1000, 1025])
-def test_widen(size):
-    x = np.random.default_rng(0).standard_normal(size).astype(np.float16)
-    launch = Launch(widen, -(-size // 1024), ("x",), (size,), {"wide": Array((size,), "float32")}, {"BLOCK": 1024})
-    np.testing.assert_array_equal(carry_out(Plan((launch,), ("wide",)), {"x": x})[0], x.astype(np.float32))
+@pytest.mark.parametrize("sizes", [(1, 0), (1000, 1), (1025, 1024), (1024, 1025)], ids=str)
+def test_widen(sizes):
+    rng, grid = np.random.default_rng(0), sum(-(-size // 1024) for size in sizes)
+    x = {name: rng.standard_normal(max(size, 1)).astype(np.float16) for name, size in zip("ab", sizes, strict=True)}
+    outputs = {f"{name}_wide": Array(array.shape, "float32") for name, array in x.items()}
+    launch = Launch(widen, grid, ("a", "b"), sizes, outputs, {"BLOCK": 1024})
+    made = carry_out(Plan((launch,), tuple(outputs)), x)
+    for array, wide, size in zip(x.values(), made, sizes, strict=True):
+        np.testing.assert_array_equal(wide[:size], array[:size].astype(np.float32))
+
+
+@pytest.mark.parametrize("shape", [(3, 65, 70), (2, 64, 128), (1, 8, 72), (1, 1, 130)], ids=str)
+def test_transpose(shape):
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    np.testing.assert_array_equal(carry_out(transposition(*shape, "float32"), {"source": x})[0], np.swapaxes(x, 1, 2))
 
 
 @triton.jit

@@ -175,3 +175,33 @@ def test_another_device(op, covers):
     assert {x.device for x in found} == {torch.device("cuda:1")}
     assert torch.cuda.current_device() == 0
     same(found, expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("shape", [(3, 130, 65), (2, 64, 64), (2, 3, 40, 72), (1, 2, 8, 4096)], ids=str)
+def test_time_last(shape, dtype):
+    """Arrays that lie with time last are copied by a kernel of ours."""
+    from torch_ops.tensors import lies_time_last, prepared
+
+    x = torch.randn(shape, device="cuda").to(getattr(torch, dtype)).movedim(-1, 1)
+    made = prepared(x)
+    assert lies_time_last(x)
+    assert made.is_contiguous()
+    assert torch.equal(made, x)
+
+
+def test_kernels_of_a_pass_are_compiled_together(monkeypatch):
+    """All before the first is started, and none again."""
+    import triton
+
+    from torch_ops import tensors
+
+    happened, start = [], tensors.start
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **_: happened.append("compiled"))
+    monkeypatch.setattr(tensors, "start", lambda *given: (happened.append("started"), start(*given)))
+    x = torch.rand(1, 4500, 52, device="cuda", dtype=torch.bfloat16)  # of sizes that no other test has
+    B = torch.rand(1, 4500, 4, device="cuda", dtype=torch.bfloat16)
+    FRONTEND.function(OPS[0])(x, x, -torch.rand(52, 4, device="cuda"), B, B)
+    first = happened.index("started")
+    assert happened[:first].count("compiled") == len(happened[first:]) == 4
+    assert set(happened[first:]) == {"started"}

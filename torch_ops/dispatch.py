@@ -52,7 +52,7 @@ def define(op: Op) -> tuple[Pass, Pass]:
         if backend == "reference" or op.backward is None:
             return [g.contiguous() for g in loops.gradients(op, inputs, args[n : n + k], cotangents, needs)]
         arrays = dict(zip(call.given, map(prepared, inputs), strict=True))
-        arrays.update(zip(op.saves(call.options), saved, strict=True))
+        arrays.update(zip(op.saves(call.options), map(prepared, saved), strict=True))
         arrays.update(zip((f"d{name}" for name in op.output_names), map(prepared, cotangents), strict=True))
         needed = tuple(name for name, need in zip(call.given, needs, strict=True) if need)
         return run(op.backward_plan(call, needed), backend, arrays, device)

@@ -1,13 +1,14 @@
 """Tensors as the bridge sees them, and plans carried out on them."""
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
-from triton import JITFunction
+from triton import AsyncCompileMode, JITFunction
 
 from bridge import interpret, tuning
 from bridge.dtypes import FLOATS, INTEGERS
@@ -15,6 +16,7 @@ from bridge.language import mend_cache_folder
 from bridge.op import Op
 from bridge.plan import FP_FUSION, Launch, Plan
 from bridge.signature import Array, Given
+from bridge.transpose import BLOCK, transposition
 
 DTYPES = {name: getattr(torch, name) for name in (*FLOATS, *INTEGERS)}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -55,8 +57,22 @@ def prepared(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Contiguous, and aligned to 16 bytes: kernels are compiled for that."""
     if tensor is None:
         return None
-    tensor = tensor.contiguous()
+    if not tensor.is_contiguous():
+        tensor = _time_second(tensor) if tensor.is_cuda and lies_time_last(tensor) else tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
+def lies_time_last(tensor: torch.Tensor) -> bool:
+    """Whether the second axis is the last in memory, and a copy is large enough for a kernel of its own: torch's copies take several
+    times as long."""
+    return tensor.dim() > 2 and tensor[0].numel() >= BLOCK**2 and tensor.movedim(1, -1).is_contiguous()
+
+
+def _time_second(tensor: torch.Tensor) -> torch.Tensor:
+    b, t = tensor.shape[:2]
+    source = tensor.movedim(1, -1).reshape(b, -1, t)
+    plan = transposition(b, source.shape[1], t, NAMES[tensor.dtype])
+    return run_compiled(plan, {"source": source}, tensor.device)[0].view(tensor.shape)
 
 
 def empty(array: Array, device: torch.device) -> torch.Tensor:
@@ -79,16 +95,32 @@ def run_compiled(plan: Plan, arrays: Tensors, device: torch.device, buffers: Buf
     """Carry a plan out on a GPU, on the device of the arrays and its current stream."""
 
     def execute(launch: Launch, inputs: list[Any]) -> list[torch.Tensor]:
-        known = {**buffers, **{o: inputs[launch.inputs.index(i)] for o, i in launch.over.items()}}
+        known = {**buffers, **{o: inputs[launch.inputs.index(i)] for o, i in launch.over.items()}} if launch.over else buffers
         outputs = [known[name] if name in known else empty(array, device) for name, array in launch.outputs.items()]
         if launch.grid:
-            pointers = [_absent(DTYPES[launch.wide], device) if x is None else x for x in inputs]
-            start(launch, [*pointers, *launch.scalars, *outputs], device)
+            absent = _absent(DTYPES[launch.wide], device)
+            start(launch, [*(absent if x is None else x for x in inputs), *launch.scalars, *outputs], device)
         return outputs
 
-    mend_cache_folder()
+    if device not in plan.launches[-1].compiled:
+        compile_together(plan, arrays, device)
+    if device.index == torch.cuda.current_device():  # to set it anyway takes the host as long as a small launch
+        return plan.run(arrays, execute)
     with torch.cuda.device(device):
         return plan.run(arrays, execute)
+
+
+def compile_together(plan: Plan, arrays: Tensors, device: torch.device) -> None:
+    """Compile what a plan starts, all of it at once: the largest kernel takes as long as it would by itself."""
+    waiting = [launch for launch in plan.launches if launch.grid and device not in launch.compiled]
+    dtypes = {name: x.dtype for name, x in arrays.items() if x is not None}
+    dtypes |= {name: DTYPES[array.dtype] for name, array in plan.arrays.items()}
+    mend_cache_folder()
+    with torch.cuda.device(device), ThreadPoolExecutor() as threads, AsyncCompileMode(threads):
+        for launch in waiting:
+            inputs = [dtypes.get(name, DTYPES[launch.wide]) for name in launch.inputs]
+            outputs = [dtypes[name] for name in launch.outputs]
+            launch.kernel.warmup(*inputs, *launch.scalars, *outputs, grid=(launch.grid,), **launch.constants, **_options(launch))
 
 
 def start(launch: Launch, arguments: list[Any], device: torch.device) -> None:
@@ -99,10 +131,14 @@ def start(launch: Launch, arguments: list[Any], device: torch.device) -> None:
     if compiled is not None:
         compiled[(launch.grid, 1, 1)](*arguments, *launch.constant_values)
         return
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": FP_FUSION}
-    compiled = launch.kernel[(launch.grid,)](*arguments, **launch.constants, **options)
+    compiled = launch.kernel[(launch.grid,)](*arguments, **launch.constants, **_options(launch))
     if aligned and isinstance(launch.kernel, JITFunction):
         launch.compiled[device] = compiled
+
+
+def _options(launch: Launch) -> dict[str, Any]:
+    """What the compiler is told besides."""
+    return {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "enable_fp_fusion": FP_FUSION}
 
 
 def run_interpreted(plan: Plan, arrays: Tensors, buffers: Buffers = NONE) -> list[torch.Tensor]:

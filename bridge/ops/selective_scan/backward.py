@@ -115,27 +115,6 @@ def recompute(
         tiles.store_states(after, of_sweep, roomy(channel), tiles.where_true(channel, ours, whole, CHANNELS), h, CHANNELS, STATES, BN, R)
 
 
-@triton.jit(do_not_specialize=["chunks"])
-def chunk_carries(
-    A, heads, elapsed, dfinal_state, offsets,
-    chunks,
-    carries,
-    CHANNELS: tl.constexpr, STATES: tl.constexpr, GROUPS: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """The carry that enters each chunk from its right (chunks n d), but for the last of its sequence."""
-    wide: tl.constexpr = carries.dtype.element_ty
-    block, group, channel, ours, sequence = tiles.own(CHANNELS, GROUPS, BD)
-    first, last = tiles.chunks_of(offsets, sequence, chunks, PACKED)
-    decay = tiles.load_decay(A, channel, ours, wide, STATES, BN, R)
-    carry = tiles.load_state(dfinal_state, sequence.to(tl.int64), channel, ours, wide, True, CHANNELS, STATES, BN, R)
-    for k in tl.range(0, last - 1 - first, tiles.STRUNG, num_stages=3 if BN * BD <= 512 else 1):
-        for j in tl.static_range(tiles.STRUNG):
-            there = tiles.where_true(channel, ours, k + j < last - 1 - first, CHANNELS)
-            index = tl.cast(last - 1 - k - j, tl.int64)
-            carry = tiles.string(carry, decay, elapsed, heads, index, channel, there, CHANNELS, STATES, BN, R)
-            tiles.store_states(carries, index - 1, channel, there, carry, CHANNELS, STATES, BN, R)
-
-
 @triton.jit(do_not_specialize=["steps", "chunks", "span", "batches"])
 def reverse(
     x, delta, A, B, C, D, z, delta_bias, initial_state, states, fine, after, carries, cuts, poison, dy, dfinal_state,
@@ -257,7 +236,7 @@ def reverse(
                 else:
                     dps = rows(dy_tile)
                 Ct = tiles.load_projection(C, constant_C, row, left, group, wide, GC, STATES, BN, R, AT_ONCE)
-                if HAS_Z and SOFTPLUS:  # Registers are few then: what was read before is read again, of which the compiler knows nothing.
+                if KNOWN and HAS_Z and SOFTPLUS:  # Registers are few then: what was read is read again, of which the compiler knows nothing.
                     again = row + (tl.program_id(0) >> 31)
                     Bt = tiles.load_projection(B, constant_B, again, left, group, wide, GB, STATES, BN, R, AT_ONCE)
                     deltas = tiles.load_tile(delta, again, left, channel, ours, CHANNELS, AT_ONCE)

@@ -96,28 +96,6 @@ def chunk_ends(
     tiles.store_first(elapsed + index * CHANNELS, channel, ours, total)
 
 
-@triton.jit(do_not_specialize=["chunks"])
-def chunk_starts(
-    A, initial_state, ends, elapsed, offsets,
-    chunks,
-    starts,
-    CHANNELS: tl.constexpr, STATES: tl.constexpr, GROUPS: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, R: tl.constexpr,
-    HAS_INITIAL: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """The state at the start of each chunk (chunks n d) but the first of its sequence."""
-    wide: tl.constexpr = starts.dtype.element_ty
-    block, group, channel, ours, sequence = tiles.own(CHANNELS, GROUPS, BD)
-    first, last = tiles.chunks_of(offsets, sequence, chunks, PACKED)
-    decay = tiles.load_decay(A, channel, ours, wide, STATES, BN, R)
-    h = tiles.load_state(initial_state, sequence.to(tl.int64), channel, ours, wide, HAS_INITIAL, CHANNELS, STATES, BN, R)
-    for chunk in tl.range(first, last - 1, tiles.STRUNG, num_stages=3 if BN * BD <= 512 else 1):
-        for j in tl.static_range(tiles.STRUNG):
-            there = tiles.where_true(channel, ours, chunk + j < last - 1, CHANNELS)
-            index = tl.cast(chunk + j, tl.int64)
-            h = tiles.string(h, decay, elapsed, ends, index, channel, there, CHANNELS, STATES, BN, R)
-            tiles.store_states(starts, index + 1, channel, there, h, CHANNELS, STATES, BN, R)
-
-
 @triton.jit(do_not_specialize=["steps", "chunks", "span"])
 def scan(
     x, delta, A, B, C, D, z, delta_bias, initial_state, starts, cuts, poison,

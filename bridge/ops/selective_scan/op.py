@@ -29,6 +29,7 @@ from bridge.op import Call, Op
 from bridge.ops.selective_scan import backward as backwards
 from bridge.ops.selective_scan import forward as forwards
 from bridge.ops.selective_scan.cases import CASES, MODELS, SWEEPS
+from bridge.ops.selective_scan.chunks import string
 from bridge.ops.selective_scan.flops import flops
 from bridge.ops.selective_scan.reference import selective_scan as reference
 from bridge.options import Flag
@@ -187,15 +188,18 @@ class Passes:
 
     def widened(self) -> list[Launch]:
         """B and C in the type of arithmetic: every block of channels reads them."""
-        launches = []
-        for name, groups in self.groups.items():
-            array = self.call.array(name)
-            if groups and array.dtype != self.wide and not self.renamed.get(name):
-                size, block = math.prod(array.shape), 1024
-                outputs = {f"{name}_wide": self.array(*array.shape)}
-                launches.append(Launch(widen, cdiv(size, block), (name,), (size,), outputs, {"BLOCK": block}, wide=self.wide))
-                self.renamed[name] = f"{name}_wide"
-        return launches
+        in_time = [name for name, groups in self.groups.items() if groups and not self.renamed.get(name)]
+        names = [name for name in in_time if self.call.array(name).dtype != self.wide]
+        if not names:
+            return []
+        outputs = {f"{name}_wide": self.array(*self.call.array(name).shape) for name in names}
+        sizes = [math.prod(array.shape) for array in outputs.values()]
+        if len(names) == 1:
+            outputs, sizes = {**outputs, "nothing_wide": self.array(1)}, [*sizes, 0]
+        self.renamed |= {name: f"{name}_wide" for name in names}
+        block = 1024
+        grid = sum(cdiv(size, block) for size in sizes)
+        return [Launch(widen, grid, (names[0], names[-1]), tuple(sizes), outputs, {"BLOCK": block}, wide=self.wide)]
 
     def array(self, *shape: int) -> Array:
         return Array(shape, self.wide)
@@ -217,6 +221,18 @@ class Passes:
         outputs = {"cuts": Array((k.chunks, 5), "int32"), "offsets": Array((k.packed + 1,), "int32"), "poison": self.array(1)}
         scalars = (k.packed, k.t, k.chunks, k.span)
         return [Launch(forwards.cut_sequences, k.packed + 1, ("cu_seqlens",), scalars, outputs, {"BLOCK": 256}, wide=self.wide)]
+
+    def strung(self, given: str, result: str, has_initial: bool, back: bool) -> Launch:
+        """Chunks strung together, from the first state and what each adds."""
+        k = self.layout
+        block, at_once = (power_of_two(k.n * k.d), 4) if INTERPRETING else (32, 16)
+        constants = dict(
+            CHANNELS=k.d, STATES=k.n, BLOCK=block, AT_ONCE=at_once, HAS_INITIAL=has_initial, PACKED=k.packed is not None, BACK=back
+        )
+        return Launch(
+            string, k.sequences * cdiv(k.n * k.d, block), ("A", *given.split(), "elapsed", "offsets"), (k.each,),
+            {result: self.array(k.chunks, k.n, k.d)}, constants, wide=self.wide, num_warps=1,
+        )  # fmt: skip
 
     def workspace(self) -> Array:
         """The state before every tile of time, then dB and dC of its steps. In tiles.py, at_tile says what lies where."""
@@ -316,10 +332,7 @@ def forward(call: Call, save: bool) -> Plan:
                 {"ends": passes.array(k.chunks, k.n, k.d), "elapsed": passes.array(k.chunks, k.d)},
                 ("GB", "SOFTPLUS", "HAS_BIAS", "PACKED", "R"), TILE=ahead,
             ),
-            passes.launch(
-                forwards.chunk_starts, k.sequences, "A initial_state ends elapsed offsets", (k.each,),
-                {"starts": passes.array(k.chunks, k.n, k.d)}, ("HAS_INITIAL", "PACKED", "R"),
-            ),
+            passes.strung("initial_state ends", "starts", passes.flags["HAS_INITIAL"], back=False),
         ]  # fmt: skip
     states = saved(call) if save else {"states": passes.array(1)}
     launches.append(
@@ -356,12 +369,7 @@ def backward(call: Call, needs: tuple[str, ...]) -> Plan:
         )
     )  # fmt: skip
     if carry:
-        launches.append(
-            passes.launch(
-                backwards.chunk_carries, k.sequences, "A heads elapsed dfinal_state offsets", (k.each,),
-                {"carries": passes.array(k.chunks, k.n, k.d)}, ("PACKED", "R"),
-            )
-        )  # fmt: skip
+        launches.append(passes.strung("dfinal_state heads", "carries", True, back=True))
     launches += passes.reverse(needs, selective_scan.tuned(call, "backward")["kept"])
     return Plan(tuple(launches), tuple(f"d{name}" for name in needs))
 

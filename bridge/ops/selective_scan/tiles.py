@@ -23,7 +23,6 @@ from bridge.fast import exp2
 from bridge.language import LOG2E, columns, groups, product, rows, sigmoid, softplus, spread, stack, sum_each
 
 CUT = tl.constexpr(5)  # numbers in a row of `cuts`
-STRUNG = tl.constexpr(4)  # chunks whose ends are read together, where they are strung together
 
 
 @triton.jit
@@ -329,18 +328,6 @@ def advance(h, decay, dt, u, Bt, CAREFUL: tl.constexpr):
     made = ()
     for r in tl.static_range(len(h)):
         made = made + (growth(dt * decay[r], CAREFUL) * h[r] + u * Bt[r],)
-    return made
-
-
-@triton.jit
-def string(h, decay, elapsed, ends, index, channel, there, CHANNELS: tl.constexpr, STATES: tl.constexpr, BN: tl.constexpr, R: tl.constexpr):
-    """The state behind a chunk from that before it: `elapsed` (chunks d) and `ends` (chunks n d) are what a chunk does to it. The
-    same state where the chunk isn't `there`."""
-    dt = tl.load(elapsed + index * CHANNELS + channel, mask=there, other=0.0)[None, :]
-    added, made = load_states(ends, index, channel, there, CHANNELS, STATES, BN, R), ()
-    for r in tl.static_range(len(h)):
-        half = growth(0.5 * dt * decay[r], True)  # twice: what many steps do to a small state can be more than any number says
-        made = made + (half * (half * h[r]) + added[r],)
     return made
 
 
