@@ -60,10 +60,11 @@ def groups(tile, J: tl.constexpr):
     """The rows of a [N, W] tile J at a time, as N/J tiles [J, W]."""
     N: tl.constexpr = tile.shape[0]
     W: tl.constexpr = tile.shape[1]
-    made = ()
-    pieces = rows(tl.reshape(tile, (N // J, J * W)))
-    for n in tl.static_range(N // J):
-        made = made + (tl.reshape(pieces[n], (J, W)),)
+    made = rows(tl.reshape(tile, (N // J, J * W)))
+    if J > 1:
+        pieces, made = made, ()
+        for n in tl.static_range(N // J):
+            made = made + (tl.reshape(pieces[n], (J, W)),)
     return made
 
 

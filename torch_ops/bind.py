@@ -17,7 +17,7 @@ from bridge.op import Op
 from bridge.vmap import rule, unmapped
 from torch_ops import flops, loops, sharding
 from torch_ops.dispatch import define
-from torch_ops.tensors import DTYPES, check_kinds, describe
+from torch_ops.tensors import DTYPES, call_of, check_kinds
 
 
 class _Binding:
@@ -41,7 +41,7 @@ class _Binding:
         if all(c is not None for c in cotangents):
             return cotangents
         one = next(x for x in (*cotangents, *inputs) if x is not None)
-        made = self.op.call(list(map(describe, inputs)), options).outputs.values()
+        made = call_of(self.op, inputs, options).outputs.values()
         given = zip(cotangents, made, strict=True)
         return [one.new_zeros(a.shape, dtype=DTYPES[a.dtype]) if c is None else c for c, a in given]
 

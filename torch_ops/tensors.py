@@ -13,7 +13,7 @@ from triton import AsyncCompileMode, JITFunction
 from bridge import interpret, tuning
 from bridge.dtypes import FLOATS, INTEGERS
 from bridge.language import mend_cache_folder
-from bridge.op import Op
+from bridge.op import Call, Op
 from bridge.plan import FP_FUSION, Launch, Plan
 from bridge.signature import Array, Given
 from bridge.transpose import BLOCK, transposition
@@ -50,7 +50,14 @@ def check(op: Op, arrays: tuple, values: tuple, backend: str | None = None) -> N
     """Raises what is wrong with a call, in the op's names, before anything of it runs."""
     values = op.check_options(values, backend)
     check_kinds(op, arrays)
-    op.call(list(map(describe, arrays)), values[: len(op.options)])
+    call_of(op, arrays, values[: len(op.options)])
+
+
+def call_of(op: Op, arrays: tuple, options: tuple) -> Call:
+    """The checked call of these tensors; kept, unless sizes are symbols: those of fake tensors and compiled functions."""
+    given = tuple(map(describe, arrays))
+    plain = not torch.compiler.is_compiling() and all(type(size) is int for array in given if array for size in array.shape)
+    return op.known_call(given, options) if plain else op.call(given, options)
 
 
 def prepared(tensor: torch.Tensor | None) -> torch.Tensor | None:

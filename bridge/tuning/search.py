@@ -15,7 +15,7 @@ from bridge.frontend import Frontend
 from bridge.op import Op
 
 GAIN = 1.02  # below it a difference is noise, and the default stays
-SECONDS = 0.02  # that a candidate is measured for
+SECONDS = 0.1  # that a candidate is measured for
 
 Values = dict[str, int]
 

@@ -236,7 +236,9 @@ def reverse(
                 else:
                     dps = rows(dy_tile)
                 Ct = tiles.load_projection(C, constant_C, row, left, group, wide, GC, STATES, BN, R, AT_ONCE)
-                if KNOWN and HAS_Z and SOFTPLUS:  # Registers are few then: what was read is read again, of which the compiler knows nothing.
+                if (
+                    KNOWN and HAS_Z and SOFTPLUS
+                ):  # Registers are few then: what was read is read again, of which the compiler knows nothing.
                     again = row + (tl.program_id(0) >> 31)
                     Bt = tiles.load_projection(B, constant_B, again, left, group, wide, GB, STATES, BN, R, AT_ONCE)
                     deltas = tiles.load_tile(delta, again, left, channel, ours, CHANNELS, AT_ONCE)

@@ -26,23 +26,15 @@ CUT = tl.constexpr(5)  # numbers in a row of `cuts`
 
 
 @triton.jit
-def owned(block, offset, CHANNELS: tl.constexpr, GROUPS: tl.constexpr, BD: tl.constexpr):
-    """The channels at some offsets in a block, and which of them there are."""
-    size: tl.constexpr = CHANNELS // GROUPS
-    blocks: tl.constexpr = (size + BD - 1) // BD
-    within = block % blocks * BD + offset
-    return block // blocks * size + within, within < size
-
-
-@triton.jit
 def own(CHANNELS: tl.constexpr, GROUPS: tl.constexpr, BD: tl.constexpr):
     """A program's block of channels, its group, the channels, which of them there are; and what else the program has to
     take: a chunk or a sequence. Neighbours share time, and so the rows of B and C."""
-    blocks: tl.constexpr = (CHANNELS // GROUPS + BD - 1) // BD
+    size: tl.constexpr = CHANNELS // GROUPS
+    blocks: tl.constexpr = (size + BD - 1) // BD
     program = tl.program_id(0)
     block = program % (GROUPS * blocks)
-    channel, ours = owned(block, tl.arange(0, BD), CHANNELS, GROUPS, BD)
-    return block, block // blocks, channel, ours, program // (GROUPS * blocks)
+    within = block % blocks * BD + tl.arange(0, BD)
+    return block, block // blocks, block // blocks * size + within, within < size, program // (GROUPS * blocks)
 
 
 @triton.jit
@@ -78,22 +70,6 @@ def store_first(pointer, channel, ours, value):
     """The first row of a tile [J, BD] into an array d."""
     first = tl.arange(0, value.shape[0])[:, None] == 0
     tl.store(pointer + apart(channel)[None, :] + tl.zeros_like(value).to(tl.int32), value, mask=first & ours[None, :])
-
-
-@triton.jit
-def store_steps(pointer, channel, ours, step, left, values, CHANNELS: tl.constexpr, EACH: tl.constexpr = False):
-    """Tiles [J, W] of a number of steps in turn, the first of which is `step`, into a (b t) d array; up to step `left`.
-
-    pointer: to step 0. channel, ours: [J, W], where each entry belongs, and whether it is to be written. EACH: row j of a tile
-    is a step by itself, and the tiles are J steps apart. One store of several steps, since the compiler takes long over each,
-    and no more of them than a lane has registers for.
-    """
-    apiece: tl.constexpr = values[0].shape[0] if EACH else 1
-    later = tl.arange(0, len(values))[None, None, :] * apiece
-    row = (tl.arange(0, values[0].shape[0]) * (1 if EACH else 0))[:, None]
-    inside = tl.where(ours, channel, CHANNELS)[:, :, None] < tl.where(step + row[:, :, None] + later < left, CHANNELS, 0)
-    at = (pointer + (step + row) * CHANNELS + channel)[:, :, None] + later * CHANNELS
-    tl.store(at, stack(values).to(pointer.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -141,11 +117,15 @@ def step_sizes(
 ):  # fmt: skip
     """dt from a tile of delta [TILE, BD], 0 from step `left` on. First each step by itself, [1, BD] or, the same row in several
     lanes, [TOGETHER, BD]; then again in tiles [TOGETHER, BD] of TOGETHER steps each."""
-    dts = step_sizes_of(groups(tile, TOGETHER), bias, left, wide, SOFTPLUS, HAS_BIAS)
-    if SOFTPLUS:
-        return spread(dts, LANES), dts
+    if TOGETHER == 1:
+        dts = rows(step_sizes_of((tile,), bias, left, wide, SOFTPLUS, HAS_BIAS)[0])
+        return dts, dts
     else:
-        return step_sizes_of(rows(tile), bias, left, wide, False, HAS_BIAS), dts
+        dts = step_sizes_of(groups(tile, TOGETHER), bias, left, wide, SOFTPLUS, HAS_BIAS)
+        if SOFTPLUS:
+            return spread(dts, LANES), dts
+        else:
+            return step_sizes_of(rows(tile), bias, left, wide, False, HAS_BIAS), dts
 
 
 @triton.jit
@@ -168,11 +148,14 @@ def step_sizes_of(pieces, bias, left, wide: tl.constexpr, SOFTPLUS: tl.constexpr
 @triton.jit
 def load_gate(z, row, left, channel, ours, wide: tl.constexpr, CHANNELS: tl.constexpr, TILE: tl.constexpr, TOGETHER: tl.constexpr):
     """silu(z) of TILE steps, TOGETHER each in tiles [TOGETHER, BD], and its derivative."""
-    pieces, gates, slopes = groups(load_tile(z, row, left, channel, ours, CHANNELS, TILE), TOGETHER), (), ()
-    for k in tl.static_range(TILE // TOGETHER):
+    tile, gates, slopes = load_tile(z, row, left, channel, ours, CHANNELS, TILE), (), ()
+    pieces = groups(tile, TOGETHER) if TOGETHER > 1 else (tile,)
+    for k in tl.static_range(len(pieces)):
         zs = pieces[k].to(wide)
         sig = sigmoid(zs)
         gates, slopes = gates + (zs * sig,), slopes + (sig * (1.0 + zs * (1.0 - sig)),)
+    if TOGETHER == 1:
+        gates, slopes = rows(gates[0]), rows(slopes[0])
     return gates, slopes
 
 
@@ -385,12 +368,18 @@ def sum_lanes(sums, TOGETHER: tl.constexpr):
 def store_sums(pointer, channel, ours, step, left, sums, CHANNELS: tl.constexpr, LANES: tl.constexpr):
     """What sum_lanes made for steps in turn, the first of which is `step`, into a (b t) d array; up to step `left`.
 
-    pointer: to step 0. Of a single step all of LANES lanes have the sum, and the first writes it.
+    pointer: to step 0. Of a single step all of LANES lanes have the sum, and the first writes it. One store of several steps, since
+    the compiler takes long over each, and no more of them than a lane has registers for.
     """
     TOGETHER: tl.constexpr = sums[0].shape[0]
     J: tl.constexpr = LANES if TOGETHER == 1 else TOGETHER
-    row, values = tl.arange(0, J)[:, None], ()
+    lane, values = tl.arange(0, J)[:, None], ()
     for k in tl.static_range(len(sums)):
         values = values + (tl.broadcast_to(sums[k], (J, sums[0].shape[1])),)
+    row = lane * (1 if TOGETHER > 1 else 0)
+    later = tl.arange(0, len(sums))[None, None, :] * TOGETHER
     each = apart(channel)[None, :] + tl.zeros((J, 1), tl.int32)
-    store_steps(pointer, each, ours[None, :] & ((row == 0) | (TOGETHER > 1)), step, left, values, CHANNELS, TOGETHER > 1)
+    writes = ours[None, :] & ((lane == 0) | (TOGETHER > 1))
+    inside = tl.where(writes, each, CHANNELS)[:, :, None] < tl.where(step + row[:, :, None] + later < left, CHANNELS, 0)
+    at = (pointer + (step + row) * CHANNELS + each)[:, :, None] + later * CHANNELS
+    tl.store(at, stack(values).to(pointer.dtype.element_ty), mask=inside)

@@ -37,28 +37,47 @@ def take_back_softmax(P, D, u, v):
 
 
 @triton.jit
-def take_back_steps(
-    P, u, v, a, b, rows, columns, D, last,
-    LENGTH: tl.constexpr, SETTLE: tl.constexpr, ROW_COL: tl.constexpr, EPS: tl.constexpr,
-):  # fmt: skip
-    """D before the next LENGTH steps, which are run again to get their u and v. If they are the last, D is yet with respect to R."""
+def remember(P, u, v, a, b, rows, columns, LENGTH: tl.constexpr, EPS: tl.constexpr):
+    """The u before the next LENGTH steps and behind each, their v, and a and v behind the last."""
     us, vs = (u,), ()
     for _ in tl.static_range(LENGTH):
         u, v, a, b = step(P, u, a, b, rows, columns, EPS)
         us += (u,)
         vs += (v,)
-    if last:
-        if ROW_COL:
-            w, one_over = divide_columns(P, u, a, columns, EPS)
-            D = take_back_columns(P, tl.where(P == 0.0, 0.0, (D * u) * w), u, w)
-        else:
-            D = tl.where(P == 0.0, 0.0, (D * u) * v)  # what is masked could grow without bounds
-    elif SETTLE > 0:
-        D = tl.where(P == 0.0, 0.0, (D * power(u)[0]) * power(v)[0])
-    for h in tl.static_range(LENGTH - 1, -1, -1):
+    return us, vs, a, v
+
+
+@triton.jit
+def take_back_scaling(P, D, u, v, a, columns, ROW_COL: tl.constexpr, EPS: tl.constexpr):
+    """D from the gradient of R, behind the last step."""
+    if ROW_COL:
+        w, one_over = divide_columns(P, u, a, columns, EPS)
+        return take_back_columns(P, tl.where(P == 0.0, 0.0, (D * u) * w), u, w)
+    else:
+        return tl.where(P == 0.0, 0.0, (D * u) * v)  # what is masked could grow without bounds
+
+
+@triton.jit
+def take_back_steps(P, D, us, vs):
+    """D before steps from that behind them."""
+    for h in tl.static_range(len(vs) - 1, -1, -1):
         D = take_back_rows(P, D, us[h + 1], vs[h])
         D = take_back_columns(P, D, us[h], vs[h])
     return D
+
+
+@triton.jit
+def take_back_segment(
+    P, u, v, a, b, rows, columns, D, last,
+    LENGTH: tl.constexpr, SETTLE: tl.constexpr, ROW_COL: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """D before the next LENGTH steps, which are run again. If they are the last, D is yet with respect to R."""
+    us, vs, a, v = remember(P, u, v, a, b, rows, columns, LENGTH, EPS)
+    if last:
+        D = take_back_scaling(P, D, us[LENGTH], v, a, columns, ROW_COL, EPS)
+    elif SETTLE > 0:
+        D = tl.where(P == 0.0, 0.0, (D * power(us[LENGTH])[0]) * power(v)[0])
+    return take_back_steps(P, D, us, vs)
 
 
 @triton.jit
@@ -79,19 +98,21 @@ def take_back_loop(
         for _ in range(REST, steps - H, H):
             kept = (u,) + kept[:-1]
             u, v, a, b = iterate(P, u, v, a, b, rows, columns, H, EPS)
+        # The last segment stands for itself, so that D takes no registers while its u and v are found.
+        us, vs, a, v = remember(P, u, v, a, b, rows, columns, H, EPS)
         D = read(dR, left, 0.0, SIZE, S, N, I, J, WIDE)
-        for begin in range(steps - H, REST - 1, -H):
-            D = take_back_steps(P, u, v, a, b, rows, columns, D, begin + H == steps, H, SETTLE, ROW_COL, EPS)
-            u = kept[0]
-            kept = kept[1:] + (u,)
+        D = take_back_steps(P, take_back_scaling(P, D, us[H], v, a, columns, ROW_COL, EPS), us, vs)
+        for _ in range(KEPT):
+            D = take_back_segment(P, kept[0], v, a, b, rows, columns, D, False, H, SETTLE, ROW_COL, EPS)
+            kept = kept[1:] + (kept[0],)
     else:
         D = read(dR, left, 0.0, SIZE, S, N, I, J, WIDE)
         if H > 0:
             for begin in range(steps - H, REST - 1, -H):
                 Q, x, y, p, q = advance(P, u, v, a, b, rows, columns, begin, SETTLE, EPS)
-                D = take_back_steps(Q, x, y, p, q, rows, columns, D, begin + H == steps, H, SETTLE, ROW_COL, EPS)
+                D = take_back_segment(Q, x, y, p, q, rows, columns, D, begin + H == steps, H, SETTLE, ROW_COL, EPS)
     if REST > 0 or H == 0:
-        D = take_back_steps(P, start_u, v, a, b, rows, columns, D, steps == REST, REST, SETTLE, ROW_COL, EPS)
+        D = take_back_segment(P, start_u, v, a, b, rows, columns, D, steps == REST, REST, SETTLE, ROW_COL, EPS)
     return D
 
 
