@@ -121,7 +121,7 @@ def test_a_launch_keeps_its_compiled_kernel(monkeypatch):
     launch = Launch(Kernel("jit", Kernel("compiled")), 3, ("x",), (5,), {"y": Array((4,), "float32")}, {"LAST": 2, "FIRST": 1})
     x, y, device = torch.zeros(9), torch.zeros(4), torch.device("cpu")
     for first in (x[:4], x[:4], x[1:5]):
-        tensors.start(launch, [first, 5, y], device)
+        tensors.start(launch, [first, 5, y], device, first.data_ptr() % 16 == 0)
     (_, _, arguments, named), again, unaligned = calls
     assert named.items() >= launch.constants.items()
     assert again == ("compiled", (3, 1, 1), [*arguments, 7, 1, 2], {})

@@ -5,6 +5,7 @@ so that vmap and a second derivative find something to hold on to. This form com
 torch.export; an autograd formula registered with the dispatcher does not.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -205,6 +206,10 @@ class DualBackward(Backward):
             return tuple(g for g, tangent in zip((*found, *of_cotangents), along, strict=True) if tangent is not None)
 
         return torch.func.vjp(second, *map(torch.zeros_like, kept[end:]))[1](tuple(t for t in along if t is not None))
+
+
+for _function in (Forward.forward, Backward.forward):
+    _function.__signature__ = inspect.signature(_function)  # type: ignore[attr-defined]  # apply asks in every call, and finds it here
 
 
 def _each(function, slices):
