@@ -140,7 +140,7 @@ def unrolled(
             SIZE, S, N, I, J, WIDE, SETTLE, ROW_COL, EPS, H, REST, KEPT,
         )  # fmt: skip
         if ROW_COL and EPS > 0:
-            M = read(logits + base, left, float("-inf"), SIZE, S, N, I, J, WIDE, AGAIN=True)
+            M = read(logits + base, left, float("-inf"), SIZE, S, N, I, J, WIDE, AGAIN=".cg")
             dM = take_back_softmax(softmax(M), D, u, v)
         elif ROW_COL:
             dM = take_back_softmax(P, D, u, v)
@@ -148,8 +148,8 @@ def unrolled(
             dM = P * D
             if GROWS:
                 if rare > 0:
-                    M = read(logits + base, left, float("-inf"), SIZE, S, N, I, J, WIDE, AGAIN=True)
-                    D = read(dR + base, left, 0.0, SIZE, S, N, I, J, WIDE, AGAIN=True)
+                    M = read(logits + base, left, float("-inf"), SIZE, S, N, I, J, WIDE, AGAIN=".cg")
+                    D = read(dR + base, left, 0.0, SIZE, S, N, I, J, WIDE, AGAIN=".cg")
                     dM = tl.where(wild(M), unrolled_growing(M, D, iters, EPS), dM)
     elif ROW_COL:
         D = read(dR + base, left, 0.0, SIZE, S, N, I, J, WIDE)

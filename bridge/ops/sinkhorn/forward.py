@@ -24,7 +24,7 @@ def forward(
         x = normalise(M, iters, SIZE, SETTLE, ROW_COL, EPS)
         if EPS > 0 and not ROW_COL:
             if rare > 0:
-                M = read(logits + base, left, float("-inf"), SIZE, S, N, I, J, WIDE, AGAIN=True)
+                M = read(logits + base, left, float("-inf"), SIZE, S, N, I, J, WIDE, AGAIN=".cg")
                 x = tl.where(wild(M), normalise_growing(M, iters, EPS), x)
     else:
         x = softmax(M) + EPS if ROW_COL else exp(M)

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from bridge.fast import reciprocal
 from bridge.ops.sinkhorn.tiles import (
+    numbers,
     over_columns,
     over_rows,
     place,
@@ -28,22 +29,42 @@ def inverse(x):
 def scales(G):
     """The power of two in the largest number of each matrix, and one over it, both normal numbers whatever G is."""
     bits: tl.constexpr = 1022 if G.dtype == tl.float64 else 126
-    largest = top_column(top_row(tl.abs(G)))
+    largest = top_row(top_column(tl.abs(G)))
     return power(tl.minimum(tl.maximum(largest, 2.0**-bits), 2.0**bits))
 
 
 @triton.jit
-def own_row(x, k):
-    """Row k of each block of rows."""
-    return tl.sum(tl.where(tl.arange(0, x.shape[2])[None, None, :, None, None] == k, x, -0.0), axis=2, keep_dims=True)
+def nothing(x):
+    """-0.0, with which every sum is what it was without. As a literal it would be made 0.0, and 0.0 would be added."""
+    return tl.zeros((1, 1, 1, 1, 1), x.dtype) * -1.0
 
 
 @triton.jit
-def row(x, block, k):
-    """Row k of one block of rows, in all lanes."""
-    own = own_row(x, k)
-    block_of = tl.arange(0, x.shape[1])[None, :, None, None, None]
-    return tl.sum(tl.where(block_of == block, own, -0.0), axis=1, keep_dims=True) if x.shape[1] > 1 else own
+def own_row(x, k):
+    """Row k of each lane."""
+    k_of = tl.arange(0, x.shape[2])[None, None, :, None, None]
+    return tl.sum(tl.where(k_of == k, x, nothing(x)), axis=2, keep_dims=True) if x.shape[2] > 1 else x
+
+
+@triton.jit
+def row(x, p, I: tl.constexpr):
+    """Row p, in all lanes: each has I rows, or the one that is to be spread."""
+    S: tl.constexpr = x.shape[0]
+    L: tl.constexpr = x.shape[1]
+    own = own_row(x, p % I)
+    if L == 1:
+        return own
+    else:
+        # Matrices come first in the order of lanes (`read`), so that all lie where gather wants them, and one exchange does.
+        lanes = tl.reshape(tl.permute(own, (1, 0, 2, 3, 4)), (L * S, x.shape[4]))
+        lane = (tl.arange(0, L * S) % S + p // I * S)[:, None] + tl.zeros((1, x.shape[4]), tl.int32)
+        return tl.permute(tl.reshape(tl.gather(lanes, lane, axis=0), (L, S, 1, 1, x.shape[4])), (1, 0, 2, 3, 4))
+
+
+@triton.jit
+def column(x, p):
+    j = tl.arange(0, x.shape[4])[None, None, None, None, :]
+    return tl.sum(tl.where(j == p, x, nothing(x)), axis=4, keep_dims=True)
 
 
 @triton.jit
@@ -52,8 +73,26 @@ def transpose(x):
 
 
 @triton.jit
+def halves(x):
+    """The first and the second half of the columns."""
+    x = tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2], 1, 2, x.shape[4] // 2))
+    return tl.split(tl.permute(x, (0, 1, 2, 3, 5, 4)))
+
+
+@triton.jit
+def at_largest(R, h):
+    """Of each row h where R is largest."""
+    for _ in tl.static_range(6):
+        if R.shape[4] > 1:
+            a, b = halves(R)
+            x, y = halves(h)
+            R, h = tl.where(b > a, b, a), tl.where(b > a, y, x)
+    return h
+
+
+@triton.jit
 def connect(R, G, share):
-    """W and F above the diagonal, whole in each lane. Lanes have some rows each, and add up."""
+    """W and F, whole in each lane. Lanes have some rows of R each, and add up."""
     K: tl.constexpr = R.shape[4]
     W, F = tl.zeros((R.shape[0], R.shape[1], K, 1, K), R.dtype), tl.zeros((R.shape[0], R.shape[1], K, 1, K), R.dtype)
     for k in tl.static_range(R.shape[2]):
@@ -63,60 +102,51 @@ def connect(R, G, share):
         F += q * (tl.permute(g, (0, 1, 4, 3, 2)) - g)
     i, j = tl.arange(0, K)[None, None, :, None, None], tl.arange(0, K)[None, None, None, None, :]
     both = tl.where(i < j, W, tl.permute(F, (0, 1, 4, 3, 2)))  # half of each: half as many sums
-    both = tl.sum(both, axis=1, keep_dims=True)
-    return both, transpose(both)
+    both = tl.sum(both, axis=1, keep_dims=True) if R.shape[1] > 1 else both
+    return tl.where(i < j, both, transpose(both)), tl.where(i < j, transpose(both), -both)
 
 
 @triton.jit
-def connect_blocks(
+def connect_rows(
     out, dout, share, over, left,
     SIZE: tl.constexpr, S: tl.constexpr, N: tl.constexpr, I: tl.constexpr, J: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """W and F, in blocks of a lane, each of which needs all rows."""
-    W, F = tl.zeros((S, N // I, I, N // J, J), share.dtype), tl.zeros((S, N // I, I, N // J, J), share.dtype)
-    for block in range(N // I):
+    """W and F, some rows of them in a lane. Each row of R adds to all: it is read again, whole, by all lanes."""
+    W, F = tl.zeros((S, N // I, I, 1, N), share.dtype), tl.zeros((S, N // I, I, 1, N), share.dtype)
+    for block in range(tl.cdiv(SIZE, I)):
         for k in tl.static_range(I):
             p = block * I + k
             x = read_row(out, left, p, SIZE, S, N, I, J, WIDE, False)
-            y = read_row(out, left, p, SIZE, S, N, I, J, WIDE, True)
+            y = read_row(out, left, p, SIZE, S, N, I, J, WIDE, True) * row(share, p, I)
             g = read_row(dout, left, p, SIZE, S, N, I, J, WIDE, True)
-            q = y * row(share, block, k)
-            W += q * x
-            F += (q * (g * over)) * x
-    return W, F - transpose(F)
+            W += y * x
+            F += (y * (g * over)) * x
+    return W, F - tl.reshape(transpose(F), F.shape)
 
 
 @triton.jit
-def later(x, block, k):
-    """Which columns are of nodes that are taken out after (block, k): the first of all blocks go first, then the second."""
-    j = tl.arange(0, x.shape[4])[None, None, None, None, :]
-    return (j > k) | ((j == k) & (tl.arange(0, x.shape[3])[None, None, None, :, None] > block))
-
-
-@triton.jit
-def eliminate(W, F, block, k):
-    """Takes node (block, k) out."""
-    w, f = tl.where(later(W, block, k), row(W, block, k), 0.0), tl.where(later(W, block, k), row(F, block, k), 0.0)
-    scale = inverse(over_columns(w))
+def eliminate(W, F, inverses, p, I: tl.constexpr):
+    """Takes node p out. What later ones need no more stays as it is, for the way back."""
+    i, j = numbers(W)
+    scale = row(inverse(over_columns(tl.where(j > p, own_row(W, p % I), nothing(W)))), p, I)
+    w, f = row(W, p, I), row(F, p, I)
     if W.shape[1] == 1:
-        ws, fs = transpose(w), -transpose(f)
+        ws, fs = transpose(w) * scale, transpose(f) * (0.0 - scale)
+        changes = (i > p) & (j > p)
     else:
-        rows = transpose(later(W, block, k))
-        ws = tl.where(rows, transpose(row(transpose(W), block, k)), 0.0)
-        fs = tl.where(rows, transpose(row(transpose(F), block, k)), 0.0)
-    ws, fs = ws * scale, fs * scale
-    i, j = tl.arange(0, W.shape[2])[None, None, :, None, None], tl.arange(0, W.shape[4])[None, None, None, None, :]
-    changes = (i >= k) & (j >= k)
-    return tl.where(changes, W + ws * w, W), tl.where(changes, (F + ws * f) + fs * w, F)
+        part = tl.where(i > p, scale, 0.0)
+        ws, fs = column(W, p) * part, column(F, p) * part
+        changes = j > p
+    W, F = tl.where(changes, W + ws * w, W), tl.where(changes, (F + ws * f) + fs * w, F)
+    return W, F, tl.where(i == p, scale, inverses)
 
 
 @triton.jit
-def substitute(W, F, v, block, k):
-    """v with the potential of node (block, k), from those of later ones."""
-    w, f = tl.where(later(W, block, k), own_row(W, k), 0.0), tl.where(later(W, block, k), own_row(F, k), 0.0)
-    potential = row(over_columns(w * v + f) * inverse(over_columns(w)), block, 0)
-    j, block_of = tl.arange(0, v.shape[4])[None, None, None, None, :], tl.arange(0, v.shape[3])[None, None, None, :, None]
-    return tl.where((j == k) & (block_of == block), potential, v)
+def substitute(W, F, inverses, known, v, p, I: tl.constexpr):
+    """v with the potential of node p, whose neighbours have added to what is known."""
+    _, j = numbers(W)
+    potential = row(known * inverses, p, I)
+    return known + (column(W, p) * potential + column(F, p)), tl.where(j == p, potential, v)
 
 
 @triton.jit
@@ -133,27 +163,35 @@ def solve(
     first. Then nothing that cancels is larger than what it leaves, and no conditioning makes it blow up.
 
     G is taken over the power of two in its maximum: products with small gradients would vanish.
+
+    Up to N = 8 a lane has all of W and F, of which it computes one half. Else it has some rows, whole: which column is meant
+    the compiler knows, and from other lanes comes the row of the node that is taken out. W is symmetric, F is not but for its
+    sign, and so the column of that node is at hand. Of more than 16 nodes the compiler knows but nearly which: it takes some
+    in a loop.
     """
     R = read(out, left, 0.0, SIZE, S, N, I, J, WIDE)
     G = read(dout, left, 0.0, SIZE, S, N, I, J, WIDE)
     largest, over = scales(G)
     share = inverse(over_columns(R))
-    if J == N:
+    if N <= 8:
         W, F = connect(R, G * over, share)
     else:
-        W, F = connect_blocks(out, dout, share, over, left, SIZE, S, N, I, J, WIDE)
-    v = tl.zeros((S, 1, 1, N // J, J), R.dtype)
-    for k in tl.static_range(J):
-        for block in range(N // J):
-            W, F = eliminate(W, F, block, k)
-    for k in tl.static_range(J - 1, -1, -1):
-        for back in range(N // J):
-            v = substitute(W, F, v, N // J - 1 - back, k)
-    if J < N:
-        R = read(out, left, 0.0, SIZE, S, N, I, J, WIDE, AGAIN=True)
-        G = read(dout, left, 0.0, SIZE, S, N, I, J, WIDE, AGAIN=True)
+        W, F = connect_rows(out, dout, share, over, left, SIZE, S, N, I, J, WIDE)
+    H: tl.constexpr = I if N > 8 else N  # rows of W in a lane
+    STEP: tl.constexpr = 1 if N <= 16 else N // 8
+    inverses, known = tl.zeros((S, W.shape[1], H, 1, 1), R.dtype), tl.zeros((S, W.shape[1], H, 1, 1), R.dtype)
+    v = tl.zeros((S, W.shape[1], 1, 1, N), R.dtype)
+    for begin in tl.static_range(0, SIZE - 1, STEP):
+        for p in range(begin, min(begin + STEP, SIZE - 1)):
+            W, F, inverses = eliminate(W, F, inverses, p, H)
+    for begin in tl.static_range((SIZE - 1) // STEP * STEP, -1, -STEP):
+        for p in range(min(begin + STEP, SIZE) - 1, begin - 1, -1):
+            known, v = substitute(W, F, inverses, known, v, p, H)
+    if N > 8:
+        R = read(out, left, 0.0, SIZE, S, N, I, J, WIDE, AGAIN=".ca")
+        G = read(dout, left, 0.0, SIZE, S, N, I, J, WIDE, AGAIN=".ca")
     h = G * over - v
-    h -= top_column(tl.where(R == top_column(R), h, float("-inf")))
+    h -= at_largest(R, h)
     return (R * (h - share * over_columns(R * h))) * largest
 
 

@@ -69,9 +69,11 @@ class Layout:
         return power_of_two(self.n)
 
     def block(self, solves: bool) -> tuple[int, int]:
-        """Rows and columns of a matrix in a lane. To solve takes four tiles; half of an 8 x 8 matrix is what fits four times."""
-        most = min(self.side, BLOCK)
-        return (most // 2 if solves and self.side == BLOCK else most), most
+        """Rows and columns of a matrix in a lane. To solve takes four tiles: half of an 8 x 8 matrix is what fits four times, and
+        from there on whole rows, as many as make a warp's lanes do for one 64 x 64 matrix or for four 16 x 16."""
+        if not solves or self.side < BLOCK:
+            return min(self.side, BLOCK), min(self.side, BLOCK)
+        return max(32 // self.side, self.side // 32), self.side
 
     @property
     def segment(self) -> int:
@@ -80,7 +82,7 @@ class Layout:
         return max(longest // 2, 1) if self.double else longest
 
     def launch(self, kernel, inputs: tuple[str, ...], scalar: int, outputs: dict[str, Array], solves=False, **constants) -> Launch:
-        """One matrix a lane, and more of the smallest; or one warp's lanes, and more than a warp only for the largest: warps
+        """One matrix a lane, and more of the smallest; or one warp's lanes, and more than a warp only for the largest loops: warps
         that share a matrix add up through shared memory."""
         I, J = self.block(solves)
         lanes = self.side**2 // (I * J)

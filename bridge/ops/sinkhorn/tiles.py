@@ -98,7 +98,7 @@ def numbers(x):
 @triton.jit
 def join(pieces):
     """The pieces along further axes, at the end: register moves none."""
-    for _ in tl.static_range(6):
+    for _ in tl.static_range(7):
         if len(pieces) > 1:
             pairs = ()
             for k in tl.static_range(len(pieces) // 2):
@@ -118,10 +118,11 @@ def cast(x, WIDE: tl.constexpr):
 def read(
     pointer, left, other: tl.constexpr,
     SIZE: tl.constexpr, S: tl.constexpr, N: tl.constexpr, I: tl.constexpr, J: tl.constexpr, WIDE: tl.constexpr,
-    AGAIN: tl.constexpr = False,
+    AGAIN: tl.constexpr = tl.constexpr(""),
 ):  # fmt: skip
     """A tile, `other` where there is no element. It is put together from pieces of a lane's rows, elements, or four where rows
-    are whole multiples of that: then sums need no other lane's. What is read AGAIN isn't kept in registers till then."""
+    are whole multiples of that: then sums need no other lane's. What is read AGAIN isn't kept in registers till then:
+    from which cache (".ca", the nearest, or ".cg") makes it another load."""
     W: tl.constexpr = 4 if SIZE % 4 == 0 else 1
     matrix = matrices(left, S)[:, None, None, None]
     row, column = tl.arange(0, N // I)[None, :, None, None] * I, tl.arange(0, N // J)[None, None, :, None] * J
@@ -132,7 +133,7 @@ def read(
             if I < N or (i < SIZE and begin < SIZE):
                 at = pointer + (matrix * (SIZE * SIZE) + (row + i) * SIZE + (column + begin + within))
                 inside = (row + i < SIZE) & (column + begin + within < SIZE) if SIZE < N else None
-                piece = tl.load(at, mask=inside, other=other if SIZE < N else None, cache_modifier=".cg" if AGAIN else "")
+                piece = tl.load(at, mask=inside, other=other if SIZE < N else None, cache_modifier=AGAIN)
             else:
                 piece = tl.full((S, N // I, N // J, W), other, pointer.dtype.element_ty)
             pieces += (piece,)
@@ -175,7 +176,7 @@ def read_row(
 ):  # fmt: skip
     """Row p of each matrix, in all lanes that need it: a vector over columns, or TURNED, over rows."""
     B: tl.constexpr = I if TURNED else J
-    W: tl.constexpr = 4 if SIZE % 4 == 0 and B % 4 == 0 else 1
+    W: tl.constexpr = min(B, 4) if SIZE % 4 == 0 else 1
     matrix = matrices(left, S)[:, None, None, None]
     row, column = tl.arange(0, N // I)[None, :, None, None] * I, tl.arange(0, N // J)[None, None, :, None] * J
     k = (row + column * 0 if TURNED else column + row * 0) + tl.arange(0, W)[None, None, None, :]
