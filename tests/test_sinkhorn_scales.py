@@ -89,6 +89,17 @@ def test_implicit_gradient(n):
         assert (np.abs(found.sum(axis)).max(1) <= 1e-6 * size).all()
 
 
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-6), ("float64", 1e-12)])
+@pytest.mark.parametrize("n", [7, 9, 16, 17, 31, 64])
+def test_implicit_gradient_of_other_sizes(n, dtype, bound):
+    """Where rows of a matrix are in several lanes, and where the last have none."""
+    logits, dR = draw(n, (0.5, 2.0, 4.0, 8.0), 2)
+    R, dR = run(SINKHORN, {"logits": logits}).astype(dtype), dR.astype(dtype)
+    (truth,) = exact_implicit(R.astype("float64"), dR.astype("float64"))
+    found = run(MHC_BWD, {"out": R, "dout": dR})
+    assert (norms(found - truth) <= bound * norms(truth)).all()
+
+
 @pytest.mark.parametrize("frontend", FRONTENDS, ids=by_name)
 @pytest.mark.parametrize(("order", "eps"), LOOPS[2:])
 def test_through_the_frontends(frontend, order, eps):
@@ -167,7 +178,7 @@ def hard(n):
     return R.astype("float32"), rng.standard_normal((6, n, n)).astype("float32")
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 8, 16])
+@pytest.mark.parametrize("n", [2, 3, 4, 8, 9, 16])
 def test_implicit_gradient_of_what_is_singular(n):
     """The answer of least norm, and exactly homogeneous."""
     R, dR = hard(n)

@@ -109,16 +109,16 @@ def connect(R, G, share):
 @triton.jit
 def connect_rows(
     out, dout, share, over, left,
-    SIZE: tl.constexpr, S: tl.constexpr, N: tl.constexpr, I: tl.constexpr, J: tl.constexpr, WIDE: tl.constexpr,
+    SIZE: tl.constexpr, S: tl.constexpr, N: tl.constexpr, I: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """W and F, some rows of them in a lane. Each row of R adds to all: it is read again, whole, by all lanes."""
     W, F = tl.zeros((S, N // I, I, 1, N), share.dtype), tl.zeros((S, N // I, I, 1, N), share.dtype)
     for block in range(tl.cdiv(SIZE, I)):
         for k in tl.static_range(I):
             p = block * I + k
-            x = read_row(out, left, p, SIZE, S, N, I, J, WIDE, False)
-            y = read_row(out, left, p, SIZE, S, N, I, J, WIDE, True) * row(share, p, I)
-            g = read_row(dout, left, p, SIZE, S, N, I, J, WIDE, True)
+            x = read_row(out, left, p, SIZE, S, N, I, WIDE, False)
+            y = read_row(out, left, p, SIZE, S, N, I, WIDE, True) * row(share, p, I)
+            g = read_row(dout, left, p, SIZE, S, N, I, WIDE, True)
             W += y * x
             F += (y * (g * over)) * x
     return W, F - tl.reshape(transpose(F), F.shape)
@@ -176,7 +176,7 @@ def solve(
     if N <= 8:
         W, F = connect(R, G * over, share)
     else:
-        W, F = connect_rows(out, dout, share, over, left, SIZE, S, N, I, J, WIDE)
+        W, F = connect_rows(out, dout, share, over, left, SIZE, S, N, I, WIDE)
     H: tl.constexpr = I if N > 8 else N  # rows of W in a lane
     STEP: tl.constexpr = 1 if N <= 16 else N // 8
     inverses, known = tl.zeros((S, W.shape[1], H, 1, 1), R.dtype), tl.zeros((S, W.shape[1], H, 1, 1), R.dtype)

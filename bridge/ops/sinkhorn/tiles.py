@@ -171,19 +171,19 @@ def power(x):
 @triton.jit
 def read_row(
     pointer, left, p,
-    SIZE: tl.constexpr, S: tl.constexpr, N: tl.constexpr, I: tl.constexpr, J: tl.constexpr, WIDE: tl.constexpr,
+    SIZE: tl.constexpr, S: tl.constexpr, N: tl.constexpr, I: tl.constexpr, WIDE: tl.constexpr,
     TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Row p of each matrix, in all lanes that need it: a vector over columns, or TURNED, over rows."""
-    B: tl.constexpr = I if TURNED else J
+    """Row p of each matrix, in all lanes, which have I whole rows: a vector over columns, or TURNED, over rows."""
+    B: tl.constexpr = I if TURNED else N
     W: tl.constexpr = min(B, 4) if SIZE % 4 == 0 else 1
     matrix = matrices(left, S)[:, None, None, None]
-    row, column = tl.arange(0, N // I)[None, :, None, None] * I, tl.arange(0, N // J)[None, None, :, None] * J
-    k = (row + column * 0 if TURNED else column + row * 0) + tl.arange(0, W)[None, None, None, :]
+    lane = tl.arange(0, N // I)[None, :, None, None]
+    k = lane * (I if TURNED else 0) + tl.arange(0, W)[None, None, None, :]
     pieces = ()
     for begin in tl.static_range(0, B, W):
         inside = (k + begin < SIZE) & (p + k * 0 < SIZE) if SIZE < N else None
         at = pointer + (matrix * (SIZE * SIZE) + p * SIZE + begin + k)
         pieces += (tl.load(at, mask=inside, other=0.0 if SIZE < N else None),)
-    x = tl.reshape(tl.permute(tl.reshape(join(pieces), (S, N // I, N // J, W, B // W)), (0, 1, 2, 4, 3)), (S, N // I, N // J, B, 1))
+    x = tl.reshape(tl.permute(tl.reshape(join(pieces), (S, N // I, 1, W, B // W)), (0, 1, 2, 4, 3)), (S, N // I, 1, B, 1))
     return cast(tl.permute(x, (0, 1, 3, 2, 4) if TURNED else (0, 1, 4, 2, 3)), WIDE)
