@@ -11,6 +11,8 @@ import triton.language as tl
 from bridge.language import LOG2E
 from bridge.ops.sinkhorn.fast import chain
 
+ONCE = tl.constexpr("")  # how a load is cached, if nothing is said
+
 
 @triton.jit
 def exp(x):
@@ -118,7 +120,7 @@ def cast(x, WIDE: tl.constexpr):
 def read(
     pointer, left, other: tl.constexpr,
     SIZE: tl.constexpr, S: tl.constexpr, N: tl.constexpr, I: tl.constexpr, J: tl.constexpr, WIDE: tl.constexpr,
-    AGAIN: tl.constexpr = tl.constexpr(""),
+    AGAIN: tl.constexpr = ONCE,
 ):  # fmt: skip
     """A tile, `other` where there is no element. It is put together from pieces of a lane's rows, elements, or four where rows
     are whole multiples of that: then sums need no other lane's. What is read AGAIN isn't kept in registers till then:
