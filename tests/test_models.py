@@ -296,6 +296,20 @@ def test_weights_of_one_framework_in_the_other():
     close(moved("__call__", TOKENS), MODELS["jax"](STREAMS, weights)("__call__", TOKENS), BOUND)
 
 
+@pytest.mark.skipif("jax" not in NAMES, reason="needs JAX")
+def test_weights_are_copied_before_loading_returns():
+    config = MambaConfig(vocab_size=300_000, d_model=8, n_layer=1, d_state=2)  # large: JAX copies it in the background
+    model = MODELS["jax"](config)
+    truth = drawn(config)
+    for _ in range(5):
+        given = {name: x.copy() for name, x in truth.items()}
+        model.model.load_state_dict(given)
+        for x in given.values():
+            x.fill(3)
+        for name, x in model.weights().items():
+            np.testing.assert_array_equal(x, truth[name])
+
+
 @pytest.mark.skipif("torch" not in NAMES, reason="needs torch")
 def test_mixing_as_in_deepseek():
     import torch

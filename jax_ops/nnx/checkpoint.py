@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from bridge.models import MambaConfig, layout
@@ -30,7 +31,10 @@ def load_state_dict(state: Any, config: MambaConfig, arrays: Mapping[str, Any]) 
 
     def value(path, variable):
         name, turned = layout.name_in_flax(path)
-        x = jnp.array(arrays[name], variable.dtype)  # a copy: a tensor's memory, seen through numpy, may change
+        x = arrays[name]
+        if isinstance(x, np.ndarray):  # it may be a tensor's memory, which changes; JAX's own copy is made later, in the background
+            x = x.copy()
+        x = jnp.array(x, variable.dtype)
         return variable.replace(x.T if turned else x)
 
     return nnx.map_state(value, state)
