@@ -18,7 +18,7 @@ def selective_scan_fn(u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_
 
     u, delta, z, y: b d t. A: d n. B and C: b n t or b g n t, or d n where they are constant in time. D, delta_bias: d.
     last_state: b d n, float32 (float64 when u is). y has u's dtype; it is a view of an array b t d, which is how the kernels
-    read and write: tensors that lie like that are read as they lie, others are copied once.
+    read and write: tensors that lie like that are read as they lie, others are copied once a pass.
     """
     return _scan(torch_ops.selective_scan, u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state)
 

@@ -32,8 +32,8 @@ def load_state_dict(state: Any, config: MambaConfig, arrays: Mapping[str, Any]) 
     def value(path, variable):
         name, turned = layout.name_in_flax(path)
         x = arrays[name]
-        if isinstance(x, np.ndarray):  # it may be a tensor's memory, which changes; JAX's own copy is made later, in the background
-            x = x.copy()
+        if not isinstance(x, jax.Array):  # it may be a tensor's memory, which changes; JAX's own copy is made later, in the background
+            x = np.array(x)
         x = jnp.array(x, variable.dtype)
         return variable.replace(x.T if turned else x)
 
